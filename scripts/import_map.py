@@ -1,6 +1,7 @@
 """Draw which folders of the package import which, in docs/architecture.md: `python scripts/import_map.py`.
 
-An arrow that other arrows imply is left out, as is what everything imports: errors, the terminal, signals.
+An arrow that other arrows imply is left out. So are the modules beside the folders, such as errors.py, which everything
+imports.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ BLOCK = re.compile(r"```mermaid\nflowchart TD\n  %% imports\n.*?```", re.DOTALL)
 
 
 def imports() -> dict[str, set[str]]:
-    """Return the folders that each folder imports, also in functions."""
+    """Return the folders that each folder imports, including imports in functions."""
     folders = {
         path.name
         for path in PACKAGE.iterdir()
@@ -34,12 +35,12 @@ def imports() -> dict[str, set[str]]:
 
 
 def reached(graph: dict[str, set[str]], start: str) -> set[str]:
-    """Return all folders that a folder imports, also through others."""
-    left, seen = [start], set[str]()
-    while left:
-        new = graph[left.pop()] - seen
+    """Return all folders that a folder imports, directly or through other folders."""
+    to_visit, seen = [start], set[str]()
+    while to_visit:
+        new = graph[to_visit.pop()] - seen
         seen |= new
-        left += new
+        to_visit += new
     return seen
 
 

@@ -31,23 +31,24 @@ def train(
     nproc: int | Literal["gpu"] | None = None,
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """Train as the train command does, in processes of its own, and print what it prints.
+    """Train as the train command does, in new processes, and print their output.
 
-    The same call again resumes. Ctrl-C, or the stop button of a notebook, saves a snapshot, then
-    raises KeyboardInterrupt. The training ends with the calling process, even if that is killed.
+    To resume, make the same call again. Ctrl-C, or the stop button of a notebook, saves a snapshot,
+    then raises KeyboardInterrupt. The training ends with the calling process, even if that is
+    killed.
 
     Args:
-        overrides: as on the command line, `key=value` and options of Hydra; or the composed
-            configuration of another Hydra application, or its node that holds the groups.
-        nproc: local processes that train together; None: as `ddp.nproc_per_node` says, by default
-            one.
-        quiet: print nothing.
+        overrides: Words as on the command line: `key=value` and options of Hydra. Or the composed
+            configuration of another Hydra application, or the node of it that holds our groups.
+        nproc: Number of local processes that train together. None leaves it to
+            `ddp.nproc_per_node`, by default one process.
+        quiet: Print nothing.
 
     Returns:
         The content of result.json, and the run directory as `run`.
 
     Raises:
-        UserError: its one line says what went wrong.
+        UserError: Training failed. The message is one line.
     """
     from omegaconf import DictConfig
 
@@ -69,23 +70,24 @@ def train(
 def sweep(
     overrides: Iterable[str], nproc: int | Literal["gpu"] | None = None, quiet: bool = False
 ) -> list[dict[str, Any]]:
-    """Run the jobs of a sweep or a search as the train command does with `-m`, and print the same.
+    """Run a sweep or a search as the train command does with `-m`, and print its output.
 
-    The same call again continues. Ctrl-C, or the stop button of a notebook, saves the jobs that
-    run, then raises KeyboardInterrupt. All jobs end with the calling process.
+    To continue, make the same call again. Ctrl-C, or the stop button of a notebook, saves the
+    running jobs, then raises KeyboardInterrupt. All jobs end with the calling process.
 
     Args:
-        overrides: as on the command line: `key=a,b`, the space of a search, options of Hydra.
-        nproc: local processes that train each job together, as in `train`.
-        quiet: print nothing.
+        overrides: Words as on the command line: `key=a,b`, the space of a search, options of Hydra.
+        nproc: Number of local processes that train each job together, as in `train`.
+        quiet: Print nothing.
 
     Returns:
-        The `rows` of the jobs that the table at the end of the sweep shows: all jobs in the sweep's
-        directory, if `run.name` is set. The best setting by `sweep.metric` comes first.
+        One row for each job in the table at the end of the sweep, as from `rows`. If `run.name` is
+        set, these are all jobs in the sweep's directory. The best setting by `sweep.metric` comes
+        first.
 
     Raises:
-        JobError: jobs have failed; it names them, and `rows` has the others.
-        UserError: its one line says what went wrong.
+        JobError: Some jobs have failed. The message names them; call `rows` for the other jobs.
+        UserError: The sweep failed. The message is one line.
     """
     from mingpt_ddp.study.results.report_json import job_rows
 
@@ -96,9 +98,9 @@ def sweep(
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """End the script at an error of this package: print its one line, and exit with code 2.
+    """Print an error of this package as one line, and end the script with exit code 2.
 
-    Hydra would print a traceback, and exit with code 1.
+    Without this, Hydra would print a traceback and exit with code 1.
     """
     from mingpt_ddp.distributed.root_cause import cli_errors
 
@@ -129,13 +131,13 @@ def _start(words: list[str], job: str | None, quiet: bool) -> Outcome:
     """Run the train command, print its output, and return how it has ended.
 
     The command composes the configuration from the words, or trains a job that this process has
-    composed. It prints no error: that is part of the outcome.
+    composed. It does not print its error, which is part of the outcome.
 
     Args:
-        job: what to train as JSON, instead of words.
+        job: The job to train, as JSON. None if the words describe it.
 
     Raises:
-        UserError: it has failed.
+        UserError: The command has failed.
     """
     from mingpt_ddp.config.job import Outcome, RunStatus
     from mingpt_ddp.distributed.env import SHOWS_PROGRESS, Caller
@@ -143,15 +145,15 @@ def _start(words: list[str], job: str | None, quiet: bool) -> Outcome:
     from mingpt_ddp.errors import RunError, UserError
 
     with tempfile.TemporaryDirectory(prefix="mingpt_ddp-") as scratch:
-        told = Path(scratch, "outcome.json")
-        file = Path(scratch, "job.json")
-        file.write_text(job or "")
-        # The command ends with this process.
-        caller = Caller(os.getpid(), str(told), None if job is None else str(file))
+        outcome_file = Path(scratch, "outcome.json")
+        job_file = Path(scratch, "job.json")
+        job_file.write_text(job or "")
+        # The command gets the id of this process, so that it ends when this process ends.
+        caller = Caller(os.getpid(), str(outcome_file), None if job is None else str(job_file))
         environ = {**os.environ, "PYTHONPATH": import_path(), **caller.environ()}
         if _is_notebook():
             environ[SHOWS_PROGRESS] = "1"
-        # In a session of its own: Ctrl-C on the terminal arrives once, from here.
+        # In a session of its own, Ctrl-C on the terminal arrives only once, sent from here.
         with subprocess.Popen(
             [sys.executable, "-m", "mingpt_ddp", *words],
             env={**environ, "PYTHONUNBUFFERED": "1"},
@@ -162,20 +164,20 @@ def _start(words: list[str], job: str | None, quiet: bool) -> Outcome:
         ) as process:
             _print_output_of(process)
         try:
-            outcome = Outcome.from_json(told.read_text())
-        except (OSError, ValueError):  # a signal or a crash has ended it
+            outcome = Outcome.from_json(outcome_file.read_text())
+        except (OSError, ValueError):  # a signal or a crash has ended the command
             outcome = Outcome(RunStatus.FAILED)
     if outcome.error is not None:
         raise outcome.error
     if process.returncode != 0:
         raise UserError(f"training ended with exit code {process.returncode}")
-    if not outcome.directories:  # --help
+    if not outcome.directories:  # e.g. after --help
         raise RunError("these arguments do not train")
     return outcome
 
 
 def _print_output_of(process: subprocess.Popen[bytes]) -> None:
-    """Print what a process writes until it has ended. End it if this function is ended."""
+    """Print the output of a process until it ends. End it if Ctrl-C interrupts this function."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     pipe = process.stdout
     try:
@@ -183,7 +185,7 @@ def _print_output_of(process: subprocess.Popen[bytes]) -> None:
             print(decoder.decode(content), end="", flush=True)
         process.wait()
     except BaseException:
-        process.send_signal(signal.SIGINT)  # saves
+        process.send_signal(signal.SIGINT)  # the process saves a snapshot, then ends
         with contextlib.suppress(OSError):
             print(decoder.decode(process.communicate()[0] or b""), end="", flush=True)
         raise
@@ -199,12 +201,12 @@ def _is_notebook() -> bool:
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """The model of a snapshot, in evaluation mode, and what belongs to it."""
+    """The model of a snapshot, in evaluation mode, with its tokenizer and configuration."""
 
-    model: nn.Module  # model(ids), ids (B, T) int64, gives logits (B, T, V)
+    model: nn.Module  # model(ids) returns logits (B, T, V) for ids (B, T) of int64
     tokenizer: Tokenizer
-    config: dict[str, Any]  # of the run, by group, as in config.yaml
-    step: int
+    config: dict[str, Any]  # configuration of the run by group, as in config.yaml
+    step: int  # step of the snapshot
 
     def generate(
         self,
@@ -215,11 +217,11 @@ class LoadedRun:
         top_p: float | None = None,
         seed: int = 1,
     ) -> str:
-        """Return the prompt and its continuation; the arguments are those of the sample command.
+        """Return the prompt and its continuation. The arguments are those of the sample command.
 
         Raises:
-            ConfigError: an argument is out of bounds.
-            DataError: the prompt has characters that the model does not know.
+            ConfigError: An argument is out of bounds.
+            DataError: The prompt has characters that the model does not know.
         """
         from mingpt_ddp.cli.sample_config import SampleConfig
         from mingpt_ddp.config.validation import build
@@ -249,12 +251,12 @@ def load(
     """Load the model of a run in fp32.
 
     Args:
-        run: a run directory, its snapshots or one of them; a path or any fsspec URL.
+        run: Path or fsspec URL of a run directory, of its directory of snapshots, or of a snapshot.
         step: newest, best (lowest validation loss) or a number.
-        code: your Python file that registers the model, if it is not built in.
+        code: Your Python file that registers the model, if it is not built in.
 
     Raises:
-        SnapshotError: there is no such snapshot, or no model can be built from it.
+        SnapshotError: There is no such snapshot, or no model can be built from it.
     """
     import torch
 
@@ -270,18 +272,18 @@ def load(
 
 
 def history(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the measurements of a run by step, or those of all jobs of a sweep.
+    """Return the measurements of a run as one row for each step, or those of all jobs of a sweep.
 
-    A step that was repeated after a restart counts once. A row has the keys of what was measured at
-    its step. Of a sweep it also has `job`, a directory relative to the sweep's, and by dotted key
-    the parameters in which the jobs differ.
+    A row has a key for each metric that was measured at its step. A step that was repeated after a
+    restart has one row. Rows of a sweep also have `job`, the job's directory relative to the
+    sweep's, and the parameters in which the jobs differ, by dotted key.
 
     Args:
-        run: a run, or a parent of runs one or two levels below.
+        run: The directory of a run, or a directory with runs one or two levels below it.
 
     Raises:
-        RunError: this is not the directory of a run or a sweep.
-        DataError: its metrics.jsonl is damaged.
+        RunError: This is not the directory of a run or a sweep.
+        DataError: Its metrics.jsonl is damaged.
     """
     from mingpt_ddp.errors import RunError
     from mingpt_ddp.metrics.jsonl import METRICS, read_history
@@ -291,11 +293,11 @@ def history(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
     if directory.is_dir() and not is_run(directory):
         jobs = read_jobs([directory])
         keys = varying(jobs)
-        rows = []
+        all_rows = []
         for job in jobs:
-            named = {"job": job.name, **{key: job.config[key] for key in keys if key in job.config}}
-            rows += [named | row for row in job.history.rows]
-        return rows
+            parameters = {key: job.config[key] for key in keys if key in job.config}
+            all_rows += [{"job": job.name, **parameters} | row for row in job.history.rows]
+        return all_rows
     try:
         return read_history(directory / METRICS).rows
     except OSError as error:
@@ -308,19 +310,20 @@ def rows(*directories: str | os.PathLike[str], metric: str | None = None) -> lis
     """Return a row for each job. The jobs of the setting with the best mean come first.
 
     The mean is over all seeds of a setting, as in the table of a report. A setting has no mean if
-    none of its jobs is complete, or if a seed has diverged; such settings come last.
-    A row has `name`, `directory`, `status`, `seed` and `code`; by dotted key the other parameters
-    in which the jobs differ; `step` and `val_loss`, the last ones of a job that is not complete;
-    and the other numbers of result.json. What is unknown or not finite is None.
+    none of its jobs is complete, or if a seed has diverged. Such settings come last.
+
+    A row has `name`, `directory`, `status`, `seed` and `code`, the other parameters in which the
+    jobs differ (by dotted key), and the numbers of result.json. For a job that is not complete,
+    `step` and `val_loss` are the latest ones. Values that are unknown or not finite are None.
 
     Args:
-        directories: runs, or parents of runs one or two levels below.
+        directories: Directories of runs, or directories with runs one or two levels below them.
         metric: A number of result.json to order the rows by, lowest first; `-NAME` for highest
             first. By default the `sweep.metric` of the sweep, or else the validation loss.
 
     Raises:
-        ConfigError: they are not paths.
-        RunError: one of them is not a directory, or contains no run; or no run has the metric.
+        ConfigError: The arguments are not paths.
+        RunError: One of them is not a directory or contains no run, or no run has the metric.
     """
     from mingpt_ddp.errors import ConfigError
     from mingpt_ddp.study.results.report_json import job_rows

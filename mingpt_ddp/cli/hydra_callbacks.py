@@ -1,4 +1,4 @@
-"""What Hydra calls before it trains: checks, and the start of a sweep."""
+"""Hydra's callback before training: it checks the configuration and starts a sweep."""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from mingpt_ddp.errors import ConfigError, UserError
 if TYPE_CHECKING:
     from mingpt_ddp.study.sweeps.sweep import Sweep
 
-# Hydra has no other way from its callback to the sweeper and to the end of the command.
+# Through Hydra, a callback cannot pass the sweep on to the sweeper or to the end of the command.
 _started: "list[Sweep]" = []
 
 
@@ -43,7 +43,7 @@ class Preflight(Callback):
 
 @contextlib.contextmanager
 def _leave_hydra_on_error() -> Iterator[None]:
-    """Leave Hydra at an exception, which it would only log as a warning."""
+    """Turn an exception into EndsProcess. Hydra would only log the exception as a warning."""
     try:
         yield
     except Exception as error:

@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from mingpt_ddp.cli.hydra_callbacks import started_sweep
 from mingpt_ddp.config.compose import hydra_utils
-from mingpt_ddp.config.compose import resolve as composed
+from mingpt_ddp.config.compose import resolve as from_hydra
 from mingpt_ddp.config.compose.hydra_errors import explain
 from mingpt_ddp.config.job import EndsProcess, Job, Outcome, RunStatus, run_name
 from mingpt_ddp.distributed.env import read_env, take_caller
@@ -20,17 +20,17 @@ from mingpt_ddp.training.start.command_line import prepare_command_line
 
 
 def resolve(words: Sequence[str] | None = None) -> Job:
-    """Return the job of this script: its checked `config`, with its `run.name`.
+    """Return the job of this script. Its `config` is checked, and has a `run.name`.
 
-    With -m among the words, run the script again for each job of the sweep, under torchrun if
-    `ddp.nproc_per_node` is set, and exit when all jobs have ended.
+    With -m among the words, run the script once more for each job of the sweep, under torchrun if
+    `ddp.nproc_per_node` is set. Exit when all jobs have ended.
 
     Args:
-        words: as on the command line of main.py, whose keys and presets they use. None for the
-            command line of the script.
+        words: Words as on the command line of main.py, with the same keys and presets. None for
+            the command line of the script.
 
     Raises:
-        UserError: a key or a value is invalid; one line.
+        UserError: A key or a value is invalid. The message is one line.
     """
     caller = take_caller()
     if caller is not None and caller.job is not None:  # this is a job of a sweep
@@ -40,7 +40,7 @@ def resolve(words: Sequence[str] | None = None) -> Job:
     jobs = list[Job]()
 
     def task(cfg: DictConfig, swept: Collection[str] | None = None) -> float:
-        jobs.append(checked_job(composed.resolve(cfg, swept)))
+        jobs.append(checked_job(from_hydra.resolve(cfg, swept)))
         return 0.0
 
     vars(task)["is_script"] = True  # `study/sweeps/sweeper.py` runs the script for each job
@@ -53,7 +53,7 @@ def resolve(words: Sequence[str] | None = None) -> Job:
         exit_with(end.outcome)
     except UserError:
         raise
-    except Exception as error:  # of Hydra
+    except Exception as error:  # an error of Hydra itself
         raise ConfigError(explain(error)) from error
     if text:
         echo(text)

@@ -36,14 +36,14 @@ def store_recorded(run: str, typed: list[str]) -> list[str]:
     """Register the configuration of a run with Hydra, and log what is left out of it.
 
     Args:
-        run: a run directory, untrusted.
-        typed: the words after it on the command line, which change the configuration.
+        run: A run directory. Its content is not trusted.
+        typed: The words that follow it on the command line. They change the configuration.
 
     Returns:
-        The words of a train command that select the configuration, and those that are typed.
+        Words of a train command: those that select the recorded configuration, then `typed`.
 
     Raises:
-        ConfigError: there is no recorded configuration, or it needs a word that is not typed.
+        ConfigError: There is no recorded configuration, or it needs a word that is not in `typed`.
     """
     directory = Path(os.path.realpath(run))  # Path.resolve() raises in a loop of links
     recorded = recorded_config(directory) if "://" not in run else None
@@ -53,21 +53,22 @@ def store_recorded(run: str, typed: list[str]) -> list[str]:
     for key in flatten(recorded):
         is_name = key.partition(".")[2].isidentifier()
         check(is_name, f"{run}/config.yaml has the key {key[:50]!r}, which no run writes")
-    values = {key_of(word): word.partition("=")[2] for word in typed if not word.startswith("-")}
+    overrides = [word for word in typed if not word.startswith("-")]
+    typed_values = {key_of(word): word.partition("=")[2] for word in overrides}
     words = []
     for group in GROUPS:
         if group not in recorded or not GROUPS[group][0]:
             continue
-        if group not in values:
-            # An empty preset replaces the default one, which may have keys of another model.
+        if group not in typed_values:
+            # Select an empty preset. The default one may have keys of another model.
             ConfigStore.instance().store(group=group, name=PRESET, node={})
             words.append(f"{group}={PRESET}")
         elif _is_built_in(group, recorded[group]):
-            del recorded[group]  # a typed preset replaces it
-    names = _directory_words(directory, recorded, values)
-    _leave_out(recorded, values, run, directory)
+            del recorded[group]  # the preset in `typed` replaces it
+    directory_words = _directory_words(directory, recorded, typed_values)
+    _leave_out(recorded, typed_values, run, directory)
     for group, keys in recorded.items():
-        has_code = {group, "experiment", f"{group}.code"} & values.keys()
+        has_code = {group, "experiment", f"{group}.code"} & typed_values.keys()
         if not has_code and not _is_built_in(group, keys):
             selector, choice = selected(group, keys)
             advice = f"type its preset, as in --config-dir=DIR {group}=NAME"
@@ -75,52 +76,22 @@ def store_recorded(run: str, typed: list[str]) -> list[str]:
     # Last in the list of presets, so that the recorded values replace those of an experiment.
     node = _node(recorded)
     ConfigStore.instance().store(group=PRESET, name=PRESET, package="_global_", node=node)
-    return [*words, f"+{PRESET}={PRESET}", *names, *typed]
+    return [*words, f"+{PRESET}={PRESET}", *directory_words, *typed]
 
 
 def _is_built_in(group: str, keys: dict[str, Any]) -> bool:
-    """Return whether no file of the user has defined the recorded model, optimizer or task."""
+    """Return True if the recorded model, optimizer or task needs no Python file of the user."""
     choice = selected(group, keys)[1] or DEFAULT_CHOICE.get(group)
     is_known = choice is None or isinstance(choice, str)
     return is_known and choice in GROUPS[group][1]
 
 
-def _leave_out(recorded: dict[str, Any], typed: dict[str, str], run: str, directory: Path) -> None:
-    """Delete the values that could run a program or send files, and log those that are not typed.
-
-    Raises:
-        ConfigError: a file of the user is needed, and not typed.
-    """
-    flat = flatten(recorded)
-    for key, value in flat.items():
-        if is_untrusted(key, value):
-            group, _, name = key.partition(".")
-            del recorded[group][name]
-    omitted = {key: value for key, value in untrusted_values(flat).items() if key not in typed}
-    if not omitted:
-        return
-    listed = ", ".join(f"{key}={value}" for key, value in omitted.items())
-    for key in omitted:
-        # A typed preset may name the file.
-        if key.endswith(".code") and not {key.partition(".")[0], "experiment"} & typed.keys():
-            needed = shlex.join(words_to_type(directory, flat))
-            raise ConfigError(f"not taken from {run}: {listed}; type what you trust, with {needed}")
-    echo_error(f"not taken from {run}: {listed}; type what you trust"[:LONGEST_LINE])
-
-
-def _node(value: Any) -> Any:
-    """Return a value for OmegaConf, which takes every text literally."""
-    if isinstance(value, dict):
-        return {str(key): _node(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_node(each) for each in value]
-    is_plain = value is None or isinstance(value, bool | int | float)
-    return value if is_plain else literal(str(value))  # a date in an edited file is text
-
-
 def _directory_words(directory: Path, recorded: dict[str, Any], typed: dict[str, str]) -> list[str]:
-    """Return run.root, and run.name if the run itself goes on, unless they are typed."""
-    depth = str(recorded["run"].get("name") or "").count("/") + 1  # sweep/job has 2 parts
+    """Return words for run.root and, if the recorded run itself goes on, for run.name.
+
+    Leave out the keys that the command line has.
+    """
+    depth = str(recorded["run"].get("name") or "").count("/") + 1  # a name may be sweep/job
     names = {"root": str(directory.parents[depth - 1]), "name": "/".join(directory.parts[-depth:])}
     if _is_another_run(recorded, typed):
         del names["name"]
@@ -132,16 +103,51 @@ def _directory_words(directory: Path, recorded: dict[str, Any], typed: dict[str,
 
 
 def _is_another_run(recorded: dict[str, Any], typed: dict[str, str]) -> bool:
-    """Return whether the command line gives the run another name."""
+    """Return True if the command line changes a key that enters the name of a run."""
     if {*GROUPS, "experiment"} & typed.keys():  # a preset
         return True
     flat = flatten(recorded)
     for key, value in typed.items():
-        whole = key_of_group(key)
-        # A key that the schema does not know is one of the user's.
-        enters = whole.partition(".")[0] in GROUPS and (
-            whole not in KEYS or enters_name(KEYS[whole])
+        schema_key = key_of_group(key)
+        # A key of a group that is not in the schema is a user's own key, and enters the name.
+        is_in_name = schema_key.partition(".")[0] in GROUPS and (
+            schema_key not in KEYS or enters_name(KEYS[schema_key])
         )
-        if enters and parse_value(value) != flat.get(key):
+        if is_in_name and parse_value(value) != flat.get(key):
             return True
     return False
+
+
+def _leave_out(recorded: dict[str, Any], typed: dict[str, str], run: str, directory: Path) -> None:
+    """Delete recorded values that could run a program or send files.
+
+    Log the deleted values, except those that the command line replaces.
+
+    Raises:
+        ConfigError: A Python file of the user is needed, and the command line does not name it.
+    """
+    flat = flatten(recorded)
+    for key, value in flat.items():
+        if is_untrusted(key, value):
+            group, _, name = key.partition(".")
+            del recorded[group][name]
+    omitted = {key: value for key, value in untrusted_values(flat).items() if key not in typed}
+    if not omitted:
+        return
+    listed = ", ".join(f"{key}={value}" for key, value in omitted.items())
+    for key in omitted:
+        # A preset on the command line may name the file.
+        if key.endswith(".code") and not {key.partition(".")[0], "experiment"} & typed.keys():
+            needed = shlex.join(words_to_type(directory, flat))
+            raise ConfigError(f"not taken from {run}: {listed}; type what you trust, with {needed}")
+    echo_error(f"not taken from {run}: {listed}; type what you trust"[:LONGEST_LINE])
+
+
+def _node(value: Any) -> Any:
+    """Return a value for OmegaConf in which every text is literal, without interpolations."""
+    if isinstance(value, dict):
+        return {str(key): _node(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_node(each) for each in value]
+    is_plain = value is None or isinstance(value, bool | int | float)
+    return value if is_plain else literal(str(value))  # str() for a date in an edited file

@@ -1,6 +1,7 @@
-"""Train: compose, validate, start local workers, report an error as one line.
+"""A process that trains: compose, validate, start local workers, report an error as one line.
 
-`commands/train.py` calls `main`, and `distributed/launch/workers.py` calls `train_as_worker`.
+`commands/train.py` calls `main`. `distributed/launch/workers.py` calls `train_as_worker` in each
+local worker.
 """
 
 import contextlib
@@ -46,10 +47,13 @@ log = logging.getLogger(__name__)
 
 
 def main(to_words: Callable[[list[str]], list[str]] = list) -> None:
-    """Run the command; always exit through os._exit.
+    """Train as the command line or a caller in Python says. Always exit through os._exit.
+
+    Normal interpreter shutdown sometimes aborts in a background thread of torch, which torchrun
+    counts as a failure.
 
     Args:
-        to_words: Makes the words for Hydra from the command line.
+        to_words: Turns the arguments of the command into the words that Hydra reads.
     """
     _set_up_process()
     caller = take_caller()
@@ -59,16 +63,15 @@ def main(to_words: Callable[[list[str]], list[str]] = list) -> None:
     if caller is not None and caller.outcome is not None:
         with contextlib.suppress(OSError):
             Path(caller.outcome).write_text(outcome.to_json())
-    # Workers print their errors, and a caller in Python raises them.
+    # A caller in Python raises the error, so this process does not print it too.
     exit_with(outcome, prints=caller is None)
 
 
 def _run(caller: Caller | None, to_words: Callable[[list[str]], list[str]]) -> Outcome:
-    """Run what the command line or the caller says, and return how it has ended.
+    """Train as the command line or the caller says, and return how that has ended.
 
-    A single run leaves Hydra by EndsProcess unless it is complete: Hydra returns no value.
-    Normal interpreter shutdown sometimes aborts in a background thread of torch, which torchrun
-    counts as a failure. Therefore the process exits where nothing is left to be done.
+    Hydra does not hand back what `task` returns. So `task` appends the outcome of a complete run to
+    `outcomes`, and a run that is not complete leaves Hydra by raising EndsProcess.
     """
     exits = ProcessExit()
     outcomes = list[Outcome]()
@@ -88,20 +91,20 @@ def _run(caller: Caller | None, to_words: Callable[[list[str]], list[str]]) -> O
             if text := hydra_utils.run_hydra(task):
                 echo(text)
         finally:
-            if "ray" in sys.modules:  # whose processes survive os._exit
+            if "ray" in sys.modules:  # its processes would survive os._exit
                 sys.modules["ray"].shutdown()
     except EndsProcess as end:
         return end.outcome
     except JobError as error:
         if started_sweep() is None:
             return failed(error)
-        # A sweeper of others has ended at a failed job. The table of its jobs follows.
+        # Another sweeper ends at its first failed job. Print the table of its jobs below.
     except UserError as error:
         return failed(error)
-    except KeyboardInterrupt:  # while other processes run the jobs
+    except KeyboardInterrupt:  # raised only while other processes run the jobs
         log.error("interrupted; rerun the same command to resume")
         return Outcome(RunStatus.FAILED, exit_code=INTERRUPTED, reporter=Reporter.NOBODY)
-    except Exception as error:  # of Hydra
+    except Exception as error:  # an error of Hydra itself
         return failed(ConfigError(explain(error)))
     logs.to_console(exits.env)
     sweep = started_sweep()
@@ -111,16 +114,17 @@ def _run(caller: Caller | None, to_words: Callable[[list[str]], list[str]]) -> O
 
 
 def train(cfg: DictConfig, swept: Collection[str] | None, outcomes: list[Outcome]) -> float:
-    """Train what Hydra has composed: a run, or a job that a sweeper or launcher of others starts.
+    """Train what Hydra has composed: a single run, or a job that our sweeper does not run itself.
 
-    The jobs of our own sweeper do not come here: `study/sweeps/sweeper.py` runs them.
+    Such a job belongs to another sweeper, or runs in a process of an external launcher.
+    `study/sweeps/sweeper.py` runs all other jobs of a sweep, without this function.
 
     Args:
-        swept: The keys that the sweep varies. None if only Hydra's state says so.
-        outcomes: Gets the outcome of a complete run.
+        swept: The keys that the sweep varies. None to derive them from Hydra's state.
+        outcomes: If a single run is complete, its outcome is appended here.
 
     Returns:
-        The validation loss, or what else ranks the job.
+        The validation loss of a single run, or the objective of a job.
 
     Raises:
         JobError: The job of a sweep has failed; another one may follow.
@@ -146,7 +150,7 @@ def train(cfg: DictConfig, swept: Collection[str] | None, outcomes: list[Outcome
 
 
 def _train_run(job: Job, env: DistEnv, outcomes: list[Outcome]) -> float:
-    """Train a single run. Hydra gets its loss if it is complete, and is left if it is not."""
+    """Train a single run and return its loss. Raise EndsProcess if it is not complete."""
     outcome = run_job(job, env, SingleRun(), process_start_time())
     if outcome.value is None:
         raise EndsProcess(outcome)
@@ -158,7 +162,7 @@ def _check(job: Job) -> DistEnv:
     """Check the job against this machine; return the environment of this process."""
     config = job.config
     check_machine(config)
-    if job.trial is None:  # a sweep may have complete jobs only, which need no text
+    if job.trial is None:  # the jobs of a sweep may all be complete, and then need no text
         check_text(config)
     ignored = sorted(key for key in job.command_line_keys if key.startswith("sweep."))
     if ignored and job.trial is None:
@@ -167,17 +171,17 @@ def _check(job: Job) -> DistEnv:
 
 
 def _set_up_process() -> None:
-    # By default a third of the time in which torch is imported goes into collections.
+    # With the default threshold, garbage collection takes a third of the time to import torch.
     gc.set_threshold(20_000)
-    if os.getpid() == 1:  # in a container: the kernel drops signals without a handler
+    if os.getpid() == 1:  # in a container, where the kernel drops signals without a handler
         signal.signal(signal.SIGTERM, lambda number, _: exit_process(None, 128 + number))
 
 
-# Other ways to this file, which take a job as JSON instead of words.
+# The two functions below take a job as JSON, instead of words from the command line.
 
 
 def _run_job_of(path: str) -> Outcome:
-    """Run the job that a caller in Python has written as JSON."""
+    """Run the job that a caller in Python has written to a file as JSON."""
     try:
         job = checked_job(Job.from_json(Path(path).read_text()))
         return run_job(job, _check(job), SingleRun(), process_start_time())

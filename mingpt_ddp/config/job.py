@@ -1,4 +1,4 @@
-"""A job is everything that is known about a run before torch is imported; how jobs are named."""
+"""A job: everything that is known about a run before torch is imported, and how it is named."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ class Outcome:
 
     status: RunStatus
     directory: Path | None = None  # the run directory; None if the job failed before it had one
-    value: float | None = None  # what its sweep ranks the job by; None if it is not complete
+    value: float | None = None  # number by which a sweep ranks the job; None without a result
     error: UserError | None = None
-    exit_code: int = 0  # with which the process ends, if no other job follows
+    exit_code: int = 0  # exit code of the process, if no other job follows
     reporter: Reporter = Reporter.ONE_RANK
     signalled: bool = False  # the process received a signal, perhaps too late for this job
-    was_known: bool = False  # an earlier start has recorded it, and the job did not run again
+    was_known: bool = False  # an earlier start recorded this outcome; the job did not run again
     # True if no other job may follow in this process, because other ranks may not have failed.
     ends_process: bool = False
-    # For a sweep: what to report, and the metric by which it ranks its jobs; None: the default.
+    # Of a sweep: directories to report, and the metric that ranks them (None for the default one).
     directories: tuple[Path, ...] = ()
     metric: str | None = None
-    job: int = 0  # its number in the sweep
+    job: int = 0  # number of the job in its sweep
 
     @property
     def has_failed(self) -> bool:
@@ -94,9 +94,9 @@ class Outcome:
 
 
 class EndsProcess(BaseException):
-    """Leave Hydra, and any sweeper of others, with an outcome that no other job may follow.
+    """Leave Hydra, and any of its sweepers, with an outcome after which no other job may start.
 
-    It is not an Exception, which Hydra or the sweeper would catch.
+    This is not a subclass of Exception, because Hydra or a sweeper would catch that.
     """
 
     def __init__(self, outcome: Outcome) -> None:
@@ -108,7 +108,7 @@ class SweepPlace:
     """The place of a job in its sweep."""
 
     number: int  # from 0
-    label: str  # its swept overrides
+    label: str  # the swept overrides of the job, as text
 
     @classmethod
     def of(cls, number: int, swept: Mapping[str, str]) -> SweepPlace:
@@ -121,11 +121,12 @@ class Job:
     """A run with its checked configuration, before it starts."""
 
     config: Config
-    command_line_keys: frozenset[str] = frozenset()  # and the keys that contain them
+    # Keys from the command line, and the keys that contain them.
+    command_line_keys: frozenset[str] = frozenset()
     hydra_files: Mapping[str, str] = field(default_factory=dict)  # contents of .hydra/, by name
-    # Where the files that the configuration names as `code` are searched, see `run_code`.
+    # Directories in which `run_code` looks for the files that the configuration names as `code`.
     preset_directories: tuple[str, ...] = ()
-    presets: Mapping[str, str] = field(default_factory=dict)  # the chosen ones by group
+    presets: Mapping[str, str] = field(default_factory=dict)  # the chosen preset of each group
     trial: SweepPlace | None = None  # None outside of a sweep
 
     @property
@@ -212,7 +213,7 @@ def job_json(
 
 
 def _prefer_typed_limit(trainer: Any, typed: Container[str]) -> None:
-    """Limits or a batch size from the command line replace those from presets and defaults."""
+    """Let limits or a batch size from the command line replace those from presets and defaults."""
     if "trainer.batch_size" in typed:
         trainer["batch_size_per_rank"] = None
     typed_limits = {limit for limit in LIMITS if f"trainer.{limit}" in typed}
@@ -228,8 +229,9 @@ def run_name(config: Config, extra: dict[str, Any] | None = None) -> str:
     """
     if config.run.name:
         return config.run.name
-    source = config.run.init_from  # only the run itself reads the model of these weights
-    model = config.model.name if source is None else f"from_{PurePosixPath(source).name}"
+    # Weights to start from bring their own model, which is not known before the run reads them.
+    weights = config.run.init_from
+    model = config.model.name if weights is None else f"from_{PurePosixPath(weights).name}"
     return f"{_slug(config.data.label)}-{_slug(model)}-{config.digest(extra)}"
 
 
@@ -248,20 +250,21 @@ def job_name(config: Config, swept: Mapping[str, str]) -> str:
     """
     plain = config.to_dict()
     values = flatten(plain)
-    covered = {*named_keys(plain), "model", "optimizer", "data"}  # including presets
-    extra = {}
+    # Keys and presets whose values are part of the digest of the configuration.
+    covered = {*named_keys(plain), "model", "optimizer", "data"}
+    uncovered = {}
     for key, text in swept.items():
         if key not in covered:
             # Use the parsed value, because 100 and 1e2 are the same job.
-            extra[key] = json.dumps(values.get(key, text))
-    hashed = {"swept": extra} if extra else {}
+            uncovered[key] = json.dumps(values.get(key, text))
+    extra = {"swept": uncovered} if uncovered else {}
     if config.run.name is None:
-        return run_name(config, hashed)
-    return f"{config.run.name}/{_readable(swept)}-{config.digest(hashed)}"
+        return run_name(config, extra)
+    return f"{config.run.name}/{_readable(swept)}-{config.digest(extra)}"
 
 
 def existing_name(job: Job) -> str:
-    """Return the `run.name` of a job of a sweep, as its directory has it if there is one.
+    """Return the `run.name` of a job of a sweep: the name of its directory, if that exists.
 
     A directory whose name ends with the digest of the job belongs to it, even if an edit of the
     sweep has changed the readable part.

@@ -8,7 +8,7 @@ from mingpt_ddp.config.validation import field_types
 
 # Keys that say where the files of a run are. No two runs share all of them.
 PLACES = ("run.root", "run.name", "data.cache_dir", "snapshot.path")
-# A stranger who wrote the run could use these keys to be sent files.
+# A stranger who wrote the record could use these keys to receive the user's files.
 UNTRUSTED = (*PLACES, "run.resume", "tracker.entity", "tracker.uri")
 # Format 2 recorded this key in each group with code of the user. It is not a setting.
 CODE_SHA256 = "code_sha256"
@@ -32,6 +32,7 @@ def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
     is not registered, the keys of its base class are added.
     """
     filled = {}
+    # Recorded values come first to keep their order, and again last because they count.
     for group, keys in without_unknown({**values, **LATER_GROUPS, **values}).items():
         selector, _ = selected(group, keys)
         base = BASES["dataset" if selector == "dataset" else group] if selector else None
@@ -60,17 +61,21 @@ def without_unknown(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_untrusted(key: str, value: Any) -> bool:
-    """Return whether a recorded value could run a program or send files somewhere."""
+    """Return True if a recorded value could run a program or send files somewhere."""
     if key in UNTRUSTED or key.endswith(".code"):
         return True
     is_url = "://" in str(value) and not key.startswith("data.")
-    return is_url or "::" in str(value)
+    return is_url or "::" in str(value)  # fsspec chains file systems with ::
 
 
 def untrusted_values(recorded: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that a user has to type again, of a flat configuration by dotted key.
+    """Return the recorded values that are used only if the user types them again.
 
-    Defaults do nothing, and the run directory itself says `run.root` and `run.name`.
+    Defaults are left out, because they do nothing. `run.root` and `run.name` are left out, because
+    they follow from the run directory.
+
+    Args:
+        recorded: A configuration by dotted key.
     """
     found = {}
     for key, value in recorded.items():

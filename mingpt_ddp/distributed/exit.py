@@ -48,8 +48,8 @@ def exit_process(error: UserError | None, code: int, to_console: bool = True) ->
 def signal_exit_code(env: DistEnv, code: int) -> int:
     """Return the exit code of a process that a signal ends early.
 
-    A SLURM job that submitit started is requeued after EX_TEMPFAIL (conf/sweep/slurm.yaml). But a
-    job that reached its time limit before training began is not: it would get no further.
+    A SLURM job that submitit started is requeued after EX_TEMPFAIL (conf/sweep/slurm.yaml). A job
+    that reached its time limit before training began must not be requeued: it would get no further.
     """
     is_submitted = os.environ.get("SUBMITIT_EXECUTOR") == "slurm" and env.is_standalone
     reached_time_limit = code == 128 + signal.SIGUSR1

@@ -86,7 +86,7 @@ class ProcessExit:
         return replace(failed(error), ends_process=True, job=self.job)
 
     def _of_rank(self, error: Exception) -> Outcome:
-        """Return the outcome of an error that no user can mend, or of the loss of a peer."""
+        """Return the outcome of an error that is not a UserError, or of the loss of a peer."""
         import torch.distributed as dist
 
         is_gloo_error = isinstance(error, RuntimeError) and "gloo" in str(error)
@@ -102,7 +102,7 @@ class ProcessExit:
         if self._record_for_later(error, text):
             advice = "a restart would not help: mend it, then run the same command to resume"
             twice = UserError(f"rank {rank}: {text}; it came twice at the same step, so {advice}")
-            # a peer that exits earlier is restarted
+            # Exit without waiting for local rank 0: if a peer exits first, the agent restarts all.
             return replace(self._of_user(twice), reporter=Reporter.THIS_RANK)
         if self.group is not None:
             self.group.failures.record(text)
@@ -118,7 +118,10 @@ class ProcessExit:
             log.error(failure.message)
 
     def _record_for_later(self, error: Exception, text: str) -> bool:
-        """Record an error in a step. Return True if an earlier attempt had it at the same step."""
+        """Record an error that occurred in a step.
+
+        Return True if an earlier attempt recorded the same error at the same step.
+        """
         from mingpt_ddp.distributed.error_text import is_transient
 
         if self.group is None or is_transient(error):
@@ -182,7 +185,7 @@ class ProcessExit:
 
 
 def failed(error: UserError, exit_code: int = USER_ERROR) -> Outcome:
-    """Return the outcome of an error, by default of one that a user can mend."""
+    """Return the outcome of an error. The default exit code is for errors that a user can fix."""
     return Outcome(RunStatus.FAILED, error=error, exit_code=exit_code)
 
 
@@ -190,7 +193,7 @@ def exit_with(outcome: Outcome, prints: bool = True) -> NoReturn:
     """Print the error of the last job, once for all ranks of an agent, and exit with its code.
 
     Args:
-        prints: False if somebody else shows the error; the log file gets it anyway.
+        prints: False if another process shows the error. The log file gets it anyway.
     """
     env = DistEnv()
     with contextlib.suppress(ConfigError):  # it is the error, or was reported before
@@ -211,21 +214,21 @@ def exit_with(outcome: Outcome, prints: bool = True) -> NoReturn:
     if outcome.reporter is Reporter.ONE_RANK and env.has_agent and env.local_rank > 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(SLOWER_S)  # the agent ends this process when local rank 0 has exited
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent need not end this process
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this process ends by itself
     if isinstance(error, JoinError):
         kill_stopped_siblings(env)
     if isinstance(error, MAY_PASS):
-        is_of_all = isinstance(error, StorageUnavailableError)
-        shown = env.call_on_rank_zero(lambda: error) if is_of_all else error
+        is_on_all_ranks = isinstance(error, StorageUnavailableError)
+        shown = env.call_on_rank_zero(lambda: error) if is_on_all_ranks else error
         exit_process(shown, EX_TEMPFAIL if env.has_agent else USER_ERROR, prints)
     first = error if _is_first_report(env, outcome.job, str(error)) else None
     exit_process(first, USER_ERROR, prints)
 
 
 def _is_first_report(env: DistEnv, job: int, message: str) -> bool:
-    """Record a user error for later attempts. Return True if its agent has none so far.
+    """Record a user error for later attempts. Return True for the first rank of an agent.
 
-    If the store is lost, every rank prints the error.
+    If the store is lost, return True on every rank, so that each one prints the error.
     """
     if not env.has_agent:
         return True

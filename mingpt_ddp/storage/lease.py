@@ -1,8 +1,9 @@
-"""A lease on a URL: one writer at a time in object stores.
+"""A lease on a URL: it allows only one writer at a time in an object store.
 
-They lack locks that end with the process, as flock does. The owner writes `owner.json` with its id
-and a counter, and keeps increasing the counter. A process that finds the file polls it: if the
-counter changes the owner is alive, otherwise the lease is stale. No clocks are compared.
+Object stores have no lock that ends with its process, as flock does on a disk. The owner of a lease
+writes `owner.json` with its id and a counter, and keeps increasing the counter. Another process
+that finds the file polls it. If the counter changes, the owner is alive, otherwise the lease is
+stale. No clocks are compared.
 """
 
 import json
@@ -20,10 +21,10 @@ from mingpt_ddp.storage.remote.remote import RemoteStorage
 log = logging.getLogger(__name__)
 
 OWNER = "owner.json"
-HEARTBEAT_INTERVAL_S = 5.0  # between two heartbeats
-# without a heartbeat until a lease is stale; longer than a request with its retries
+HEARTBEAT_INTERVAL_S = 5.0
+# A lease without a heartbeat for this long is stale. Longer than a request with its retries.
 LEASE_TTL_S = 60.0
-# after which the last of several concurrent writers of owner.json has the lease
+# Several processes may write owner.json at once. After this long, the last of them has the lease.
 TAKEOVER_GRACE_S = 1.0
 MAX_RECORD_BYTES = 1 << 16
 
@@ -32,20 +33,20 @@ class Lease:
     """Exclusive write access below a URL, kept by a heartbeat thread until `release`."""
 
     def __init__(self, storage: RemoteStorage, dead: str | None = None) -> None:
-        """Acquire the lease; takes LEASE_TTL_S seconds if an earlier owner may be alive.
+        """Acquire the lease. This takes LEASE_TTL_S seconds if an earlier owner may be alive.
 
         Args:
-            dead: id of an earlier owner known to be dead.
+            dead: Id of an earlier owner that is known to be dead.
 
         Raises:
-            RunError: the owner is alive.
-            StorageUnavailableError: the storage does not respond.
+            LockedError: The owner is alive.
+            StorageUnavailableError: The storage does not respond.
         """
         self.storage = storage
         self.id = uuid.uuid4().hex
-        self._count = 0  # heartbeats sent
-        self._stale_id: str | None = None  # of the owner from whom this process took the lease
-        self._new_owner: str | None = None  # who took over the lease
+        self._count = 0  # number of heartbeats sent
+        self._stale_id: str | None = None  # id of the owner from whom this process took the lease
+        self._new_owner: str | None = None  # the owner who has taken over the lease
         self._stopped = threading.Event()
         try:
             self._acquire(dead)
@@ -58,7 +59,7 @@ class Lease:
         owner = self._read()
         if owner is None and self.storage.put_if_absent(OWNER, self._record()):
             return
-        owner = owner or self._read()  # a record may be damaged for a moment
+        owner = owner or self._read()  # read again: a record may be damaged for a moment
         self._stale_id = (owner or {}).get("id")
         if owner is not None and (dead is None or owner.get("id") != dead):
             self._wait_until_stale(owner)
@@ -91,7 +92,7 @@ class Lease:
 
     def _record(self) -> bytes:
         owner = f"process {os.getpid()} on {socket.gethostname()}"
-        # Of constant length: RemoteStorage asks for the size before it reads so many bytes.
+        # Of constant length, because RemoteStorage asks for the size, then reads so many bytes.
         heartbeat = f"{self._count:015d}"
         return json.dumps({"id": self.id, "owner": owner, "heartbeat": heartbeat}).encode()
 
@@ -119,18 +120,18 @@ class Lease:
                 )
 
     def check(self) -> None:
-        """Check that the lease is still held.
+        """Check that this process still holds the lease.
 
-        A process that was suspended between this check and its heartbeat sends that heartbeat when
-        it wakes up, although another process has taken over meanwhile. The new owner then writes
-        its own record again, and the old one ends when it reads it.
+        Suppose the old owner was suspended between this check and its heartbeat. When it wakes up,
+        it sends the heartbeat, although another process has taken over the lease. The new owner
+        then writes its own record again, and the old owner ends when it reads that record.
 
         Raises:
-            RunError: another process has taken it over.
-            OSError: the storage does not respond.
+            RunError: Another process has taken over the lease.
+            OSError: The storage does not respond.
         """
         if self._new_owner is None:
-            # again, because it may be damaged while it is replaced
+            # Read a damaged record again: it may be in the middle of being replaced.
             owner = self._read() or self._read()
             if owner is None or owner.get("id") == self.id:
                 return
@@ -146,7 +147,7 @@ class Lease:
     def release(self) -> None:
         """Delete owner.json.
 
-        If the storage is too slow it remains, and the next owner waits LEASE_TTL_S.
+        If the storage is too slow, the file remains, and the next owner waits LEASE_TTL_S seconds.
         """
         self._stopped.set()
         thread = threading.Thread(target=self._delete, name="lease", daemon=True)

@@ -1,4 +1,4 @@
-"""The words that a user types to trust what a run has recorded."""
+"""The words with which a user confirms recorded values that are not trusted."""
 
 import contextlib
 from pathlib import Path
@@ -10,10 +10,10 @@ from mingpt_ddp.storage.yaml_and_json import read_yaml
 
 
 def words_to_type(directory: Path, recorded: dict[str, Any]) -> list[str]:
-    """Return what the again command takes from a command line only, as the run had it.
+    """Return words for the recorded values that the again command takes only from its user.
 
     Args:
-        recorded: the configuration of the run by dotted key.
+        recorded: The configuration of the run by dotted key.
     """
     untrusted = untrusted_values(recorded)
     words = [f"{key}={hydra_value(value)}" for key, value in untrusted.items()]

@@ -29,23 +29,23 @@ class Known(NamedTuple):
 
     name: str  # its run.name
     value: float | None = None  # its objective, if it is complete
-    failure: str | None = None  # the reason, if it has failed for good
+    failure: str | None = None  # the reason, if the job has failed for good
 
 
 class Records(ABC):
-    """What is known about a job before it runs, and what its end is worth."""
+    """What a job asks its sweep for: earlier results, its objective, a pruner, its threads."""
 
     @abstractmethod
     def look_up(self, job: Job) -> Known:
         """Return what is known of a job. Called on rank zero.
 
         Raises:
-            ChangedTextError: The text has changed since another job was complete.
+            ChangedTextError: The text has changed since a job was completed.
         """
 
     @abstractmethod
     def value_of(self, job: Job) -> float:
-        """Return what ranks a complete job among others. Called on rank zero.
+        """Return the number by which a sweep ranks a complete job. Called on rank zero.
 
         Raises:
             RunError: The job has not measured it.
@@ -53,11 +53,11 @@ class Records(ABC):
 
     @abstractmethod
     def judge_of(self, job: Job) -> Judge | None:
-        """Return the function that judges the evaluations of a job; None if nothing does."""
+        """Return the pruner callback for the evaluations of a job, or None."""
 
     @abstractmethod
     def threads(self, workers: int, default: int) -> int | None:
-        """Return the number of torch threads of each worker; None if nothing fixes it.
+        """Return the number of torch threads of each worker, or None to leave it as it is.
 
         Args:
             default: The number at the first start of a sweep.
@@ -65,12 +65,12 @@ class Records(ABC):
 
 
 class SingleRun(Records):
-    """The records of a run outside of a sweep: nothing is known."""
+    """The records of a single run, or of a worker whose parent runs the sweep: none are kept."""
 
     def __init__(self, judge: Judge | None = None) -> None:
         """
         Args:
-            judge: Asks the process that runs a sweep about the evaluations of this worker.
+            judge: The pruner callback of a worker, which asks the process that runs the sweep.
         """
         self._judge = judge
 
@@ -128,9 +128,20 @@ def name_job(job: Job, env: DistEnv, records: Records) -> Job | Outcome:
     job = job.with_run(name=known.name)
     if outcome := _known_outcome(job, known):
         return outcome
-    if job.config.run.resume == "never" and env.is_standalone:  # all restarts share a directory
+    if job.config.run.resume == "never" and env.is_standalone:
+        # Choose the directory here, so that all restarts of the workers share it.
         job = job.with_run(name=next_free_name(job), resume="auto")
     return job
+
+
+def _known_outcome(job: Job, known: Known) -> Outcome | None:
+    """Return the outcome of a job that has ended before, else None."""
+    if known.value is not None:
+        return Outcome(RunStatus.COMPLETE, job.directory, known.value, was_known=True)
+    if known.failure is not None:
+        error = JobError(f"it has failed before: {known.failure}")
+        return Outcome(RunStatus.FAILED, job.directory, error=error, was_known=True)
+    return None
 
 
 async def run_on_workers(
@@ -144,8 +155,8 @@ async def run_on_workers(
     """Run a job that `name_job` has named on local workers.
 
     Args:
-        forwarder: Installed.
-        slot: Slot of a concurrent job. None if it has the whole machine and the console.
+        forwarder: Sends signals of this process on to the workers. It is already installed.
+        slot: Slot of a concurrent job. None if the job has the whole machine and the console.
     """
     workers = job.config.ddp.ranks_here
     default = threads_per_worker(workers, len(slot.cores) if slot else None)
@@ -160,7 +171,8 @@ def _outcome_on_workers(job: Job, ended: Ended, records: Records) -> Outcome:
     directory = job.directory
     if ended.code not in (0, preempted_code) and not ended.signalled:
         error = ended.error or JobError(f"its workers exited with code {ended.code}")
-        # Workers have printed their error, and those of a single run what else there is to say.
+        # Workers have printed their own error. If they died without one, a sweep says which job it
+        # was; a single run has said everything already.
         reporter = Reporter.NOBODY if ended.error or job.trial is None else Reporter.ONE_RANK
         return Outcome(RunStatus.FAILED, directory, None, error, ended.code, reporter)
     status = read_result(directory).get("status")
@@ -168,16 +180,6 @@ def _outcome_on_workers(job: Job, ended: Ended, records: Records) -> Outcome:
         return Outcome(RunStatus.PREEMPTED, directory, exit_code=ended.code, signalled=True)
     value = records.value_of(job)
     return Outcome(RunStatus(status), directory, value, signalled=ended.signalled)
-
-
-def _known_outcome(job: Job, known: Known) -> Outcome | None:
-    """Return the outcome of a job that has ended before, else None."""
-    if known.value is not None:
-        return Outcome(RunStatus.COMPLETE, job.directory, known.value, was_known=True)
-    if known.failure is not None:
-        error = JobError(f"it has failed before: {known.failure}")
-        return Outcome(RunStatus.FAILED, job.directory, error=error, was_known=True)
-    return None
 
 
 def _run_here(job: Job, env: DistEnv, records: Records, started_at: float) -> Outcome:
@@ -190,7 +192,7 @@ def _run_here(job: Job, env: DistEnv, records: Records, started_at: float) -> Ou
     except Exception as error:
         outcome = outcome_of(error, exits, job)
     if not outcome.ends_process:
-        exits.group = None  # the signal handlers outlive the job and would keep it in memory
+        exits.group = None  # the signal handlers outlive the job and would keep the group in memory
         if outcome.has_failed:
             gc.collect()
     return outcome
@@ -204,7 +206,7 @@ def _train(
     exits: ProcessExit,
     signals: SignalHandler,
 ) -> Outcome:
-    from mingpt_ddp.distributed.runtime import Runtime  # imports torch: report a mistyped key first
+    from mingpt_ddp.distributed.runtime import Runtime  # imports torch, so only after all checks
 
     exits.is_symmetric = env.world_size == 1
     runtime = Runtime(job.config, env, job.number)
@@ -221,7 +223,7 @@ def _train(
     ended = None
     if metrics is not None:
         ended = group.run_on_rank_zero(lambda: (_status(job), records.value_of(job)))
-    # possibly too late for this job
+    # The signal may have come too late to stop this job.
     signalled = any(group.all_gather(signals.signal_name is not None))
     runtime.close()
     if job.trial is not None:
@@ -237,9 +239,9 @@ def _status(job: Job) -> str:
 
 
 def _agree(job: Job, group: "ProcessGroup", records: Records) -> tuple[Job, Outcome | None]:
-    """Return the job with its final run.name, and its outcome if it has ended before. A collective.
+    """Return the job with its final run.name, and its outcome if it has ended before.
 
-    Rank zero decides, because other nodes may not see its directories.
+    All ranks call this. Rank zero decides, because other nodes may not see its directories.
     """
     known = Known(*group.run_on_rank_zero(lambda: records.look_up(job)))
     job = job.with_run(name=known.name)

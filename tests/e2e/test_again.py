@@ -21,7 +21,7 @@ def test_again(tmp_path):
 
 
 def test_a_sweep_around_a_recorded_run(tmp_path):
-    """Two jobs at a time, with ranks of their own; the recorded model is of another class."""
+    """Two concurrent jobs of two ranks each. The recorded model is not of the default class."""
     model = ["model=modern_nano", "model.n_layer=1", "model.n_embd=24", "optimizer=muon"]
     succeed([*python_main(), *TINY, *model, "trainer.max_steps=6", "run.name=first"], tmp_path)
     words = ["-m", "optimizer.lr=0.01,0.02", "run.name=lr", "sweep.parallel=2"]

@@ -32,7 +32,8 @@ from runs import read_result, recorded_config, succeed, weights, write_files
 
 pytestmark = pytest.mark.timeout(3 * PATIENCE_S)
 
-# Two epochs of about eight steps. A job is killed in the second one, two steps after a snapshot.
+# Two epochs of about eight steps. In the second epoch, all ranks of a job are held after step HELD,
+# two steps after the snapshot of step SAVED. Then the job is killed.
 SETTINGS = [
     *TINY,
     "model.dropout=0.1",
@@ -60,7 +61,7 @@ def hold(step, weights):
         while not (HERE / "go").exists():
             time.sleep(0.01)
 """
-# Neither of the scripts has `if __name__ == "__main__"`.
+# None of these scripts has `if __name__ == "__main__"`.
 FILES = {
     "train.py": "import mingpt_ddp, sys\nmingpt_ddp.train(sys.argv[1:], nproc=2)\n",
     "sweep.py": "import mingpt_ddp, sys\nmingpt_ddp.sweep(sys.argv[1:])\n",
@@ -81,7 +82,7 @@ def as_they_are(words: list[str]) -> list[str]:
 
 
 def in_node(words: list[str]) -> list[str]:
-    """Return the overrides for the application of docs/python.md: its node `gpt` has the groups."""
+    """Adapt overrides to the application of docs/python.md, whose node `gpt` has our groups."""
     named = [re.sub(r"^(\+?)", r"\1gpt.", word) for word in words]
     return [word.replace("gpt.model=", "model@gpt.model=") for word in named]
 
@@ -95,7 +96,8 @@ class Way:
     is_sweep: bool = False
     n_concurrent: int = 1  # number of jobs that run at the same time
     marks: Any = ()  # SLOW or INTEGRATION; () if the ordinary suite runs it
-    needs: str = "mingpt_ddp"  # module without which it is skipped
+    needs: str = "mingpt_ddp"  # module without which the test is skipped
+    # Adapts overrides of main.py to the command.
     words: Callable[[list[str]], list[str]] = as_they_are
 
     @property
@@ -140,7 +142,10 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> Callable[[int, float], str]:
-    """Return the digest of an undisturbed run, by number of ranks and learning rate."""
+    """Return a function that trains without a kill, with so many ranks and at a learning rate.
+
+    It returns the digest of the last weights. Equal runs are trained once.
+    """
     done: dict[tuple[int, float], str] = {}
 
     def get(ranks: int, rate: float) -> str:
@@ -186,7 +191,7 @@ def cwd(tmp_path):
 
 
 def digest(run: Path) -> str:
-    """Return the SHA-256 of the last weights, which is readable in a failed comparison."""
+    """Return the SHA-256 of the last weights, which is short enough for a failure message."""
     return hashlib.sha256(weights(run)).hexdigest()
 
 

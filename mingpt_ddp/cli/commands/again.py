@@ -2,15 +2,16 @@
 
     python -m mingpt_ddp again outputs/demo optimizer.lr=3e-4
 
-RUN         a local run directory; its newest config.yaml counts, however the presets have changed since
-key=value   the changes; also presets and options of Hydra, as for training
+RUN         a local run directory; its newest config.yaml is used, even if presets have changed since
+key=value   what to change; presets and options of Hydra work as for training
 
-A change of a key that enters its name is another run: in a directory of its own, named like any unnamed run, or by
-run.name=NAME.
-Without one the run itself goes on: to print its result, to raise trainer.max_steps, or with another logging.
+If you change a key that enters the name of a run, this is a new run in a directory of its own. It is named like any
+unnamed run, or by run.name=NAME.
+Otherwise the recorded run itself goes on: to print its result, to reach a larger trainer.max_steps, to log more often.
 
-What a record should not decide is left out unless you type it: your Python files (code, without which it refuses),
-commands to run, and where snapshots or logs are sent.
+A record does not decide which programs run or where files go. Values that would are left out unless you type them:
+your Python files (code), and the places to which snapshots or logs are sent. If the run needs code that you have not
+typed, the command refuses and names it.
 """  # noqa: E501
 
 import sys
@@ -31,7 +32,7 @@ def main() -> None:
 
 
 def _words(arguments: list[str]) -> list[str]:
-    """Return the words that train, for a run directory and changes."""
+    """Turn the arguments, a run directory and changes, into the words of a train command."""
     from mingpt_ddp.cli.recorded_preset import store_recorded  # imports Hydra
 
     return store_recorded(arguments[0], arguments[1:])

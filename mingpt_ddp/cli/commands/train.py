@@ -16,13 +16,14 @@ def main(to_words: Callable[[list[str]], list[str]] = list) -> None:
     """Run main.py and `python -m mingpt_ddp`; always exit.
 
     Args:
-        to_words: makes the words for Hydra from the command line; its UserError ends the process.
+        to_words: Turns the arguments of the command into the words that Hydra reads. If it raises a
+            UserError, the process ends.
     """
     try:
         if _forks_workers(sys.argv[1:]):
-            start_server()  # which imports torch for seconds
+            start_server()  # in another process, which imports torch for some seconds
             interrupt_commands(_end_server)
-        from mingpt_ddp.cli import train_job  # meanwhile, for a quarter of a second
+        from mingpt_ddp.cli import train_job  # takes a quarter of a second meanwhile
     except ModuleNotFoundError as error:
         sys.exit(
             f"error: {error.name} is not installed here; install mingpt_ddp with pip, or in a "
@@ -31,23 +32,24 @@ def main(to_words: Callable[[list[str]], list[str]] = list) -> None:
     train_job.main(to_words)
 
 
-def _end_server() -> None:
-    """End the fork server. It notices the end of this process only after it has imported torch."""
-    if pid := server_pid():
-        kill(pid)
-    delete_socket_directory()
-
-
 def _forks_workers(words: list[str]) -> bool:
-    """Return whether a command line is about to start local workers from a fork server.
+    """Guess from the words alone if this command will start local workers from a fork server.
 
-    A value that Hydra reads otherwise, or in a preset, starts it later, or in vain.
+    If a preset asks for workers, the server starts later. If Hydra reads a value differently, the
+    server may start in vain.
     """
     typed = dict(word.partition("=")[::2] for word in words)
     has_workers = typed.get("ddp.nproc_per_node", "0") != "0"
     has_parallel_jobs = typed.get("sweep.parallel", "1") != "1"
     if not (has_workers or has_parallel_jobs) or typed.get("ddp.launcher") == "spawn":
         return False
-    with contextlib.suppress(ConfigError):  # reported later
+    with contextlib.suppress(ConfigError):  # train_job reports it
         return read_env().is_standalone
     return False
+
+
+def _end_server() -> None:
+    """End the fork server. It notices the end of this process only after it has imported torch."""
+    if pid := server_pid():
+        kill(pid)
+    delete_socket_directory()

@@ -4,18 +4,21 @@
     python -m mingpt_ddp versions HEAD~1 HEAD run.seed=1,2 trainer.max_steps=50 require=same_bits
 
 A B ...      commits or branches of the checkout here, or directories; . is the code as it is now. Write ./main for a
-             directory with the name of a branch. Each is compared with the first
-key=value    as for training, the same for all; --config-dir=DIR and absolute paths of code below this checkout lead to
-             the files of each version. All other paths, data and outputs are as you type them here
-run.seed     two seeds or more, with a comma between them; one is enough for same_bits
-require      exit with code 1 unless all have same_bits, or none is worse (not_worse) by more than chance; the last line says why
+             directory that is named like a branch. All others are compared with the first
+key=value    as for training, and the same for all versions. --config-dir=DIR and absolute paths of code inside this
+             checkout are replaced by the same paths in each version. All other paths are used as you type them
+run.seed     two seeds or more, with a comma between them; one is enough for require=same_bits
+require      same_bits or not_worse (by more than chance). Exit with code 1 if a version does not meet it; the last line
+             says why
 
-Jobs run in turn, A B B A A B, which is fair to all on a machine that becomes slower. The same command goes on after a kill, and
-trains no job twice; other code, also in . since, or another configuration is another comparison.
+Jobs run one after another in the order A B B A A B, which is fair to all on a machine that becomes slower. After a kill,
+the same command goes on, and trains no job twice. If the code (also that of .) or the configuration has changed since, the
+same command begins another comparison.
 
-Says how the loss differs (paired by seed from three seeds on, with interval and p, corrected by Holm for several versions), how the
-speed does (median time of a step; time from the first step to the end), and whether the last weights and optimizer states have the same bits.
-Adds the verdict to outputs/experiments.jsonl; the runs are in outputs/versions-HASH/NUMBER-VERSION,run.seed=N.
+The verdict says how the loss differs: paired by seed if there are at least three, with interval and p, corrected by Holm for
+several versions. It says how the speed differs: median time of a step, and time from the first step to the end. And it says
+whether the last weights and optimizer states have the same bits. It is added to outputs/experiments.jsonl; the runs are in
+outputs/versions-HASH/NUMBER-VERSION,run.seed=N.
 """  # noqa: E501
 
 import contextlib
@@ -68,7 +71,7 @@ def _command(words: list[str]) -> int:
 
 
 def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the values of OWN_KEYS, and the words that train."""
+    """Return the values of OWN_KEYS by key, and the other words, which train."""
     values = {}
     others = []
     for word in words:
@@ -78,8 +81,8 @@ def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
         if key in OWN_KEYS:
             values[key] = value
         else:
-            one = "one setting in a comparison: give one value, or several of run.seed"
-            check(not _is_sweep(word), f"{word} is a sweep; there is {one}")
+            advice = "there is one setting in a comparison: give one value, or several of run.seed"
+            check(not _is_sweep(word), f"{word} is a sweep; {advice}")
             others.append(word)
     return values, others
 
@@ -92,10 +95,10 @@ def _is_sweep(word: str) -> bool:
 
 
 def _parse_seeds(text: str, least: int) -> list[int]:
-    """Return the seeds.
+    """Parse the value of run.seed.
 
     Raises:
-        ConfigError: one is too large, or there are too few: one says nothing about chance.
+        ConfigError: A seed is too large, or there are fewer seeds than `least`.
     """
     words = text.split(",")
     are_short = all(word.isdecimal() and len(word) <= len(str(SEEDS.stop)) for word in words)

@@ -71,7 +71,7 @@ def _explain_unknown_preset(group: str, name: str, text: str) -> str | None:
 
 
 def _explain_unknown_key(key: str, error: Exception) -> str:
-    """Name an unknown key, and the one that was meant."""
+    """Say that a key is unknown, and suggest the key that was probably meant."""
     cause: Any = error.__cause__  # has the keys of the group, which a user may have registered
     in_group = (
         "." in key

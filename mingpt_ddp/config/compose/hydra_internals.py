@@ -1,4 +1,4 @@
-"""What is touched of Hydra and OmegaConf without their promise."""
+"""The uses of Hydra and OmegaConf that go beyond their public interface."""
 
 import argparse
 import contextlib
@@ -13,10 +13,10 @@ from mingpt_ddp.errors import ConfigError
 
 
 class _ArgumentParser(argparse.ArgumentParser):
-    """Take the help of an argument as it comes, and report errors without the usage.
+    """A parser that accepts any object as a help text, and reports errors without the usage.
 
-    Hydra 1.3 gives an object that becomes a text when it is shown. argparse checks the help since
-    Python 3.14, and refuses that.
+    Hydra 1.3 passes an object that becomes a text only when it is shown. Since Python 3.14,
+    argparse checks help texts early and would refuse this object.
     """
 
     def _check_help(self, action: argparse.Action) -> None:
@@ -28,13 +28,13 @@ class _ArgumentParser(argparse.ArgumentParser):
 
 @contextlib.contextmanager
 def own_parser() -> Iterator[None]:
-    """Have Hydra build this parser of the command line in this context.
+    """Let Hydra parse the command line with `_ArgumentParser` inside this context.
 
-    Nobody but Hydra sees another argparse.
+    Only the module of Hydra gets the replaced argparse. All other code keeps the real one.
     """
-    seen = {**vars(argparse), "ArgumentParser": _ArgumentParser}
+    replaced = {**vars(argparse), "ArgumentParser": _ArgumentParser}
     hydra_utils: Any = utils
-    hydra_utils.argparse = types.SimpleNamespace(**seen)
+    hydra_utils.argparse = types.SimpleNamespace(**replaced)
     try:
         yield
     finally:
@@ -42,5 +42,5 @@ def own_parser() -> Iterator[None]:
 
 
 def full_key(cfg: DictConfig) -> str:
-    """Return the dotted key of a node in the configuration that it is part of; "" for all of it."""
+    """Return the dotted key of a node in its whole configuration. Return "" for the whole."""
     return str(cfg._get_full_key(None))

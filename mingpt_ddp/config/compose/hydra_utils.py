@@ -24,14 +24,15 @@ from mingpt_ddp.config.hints import known_keys, suggest
 from mingpt_ddp.config.keys.schema import GROUPS
 from mingpt_ddp.errors import ConfigError, with_commands
 
-# Hydra 1.4 has a list of the `_target_`s that a configuration may name. It would refuse
-# callbacks of users, and protect from nothing: the same presets name Python files that are run.
+# Hydra 1.4 has a list of the `_target_`s that a configuration may name. The list would refuse
+# callbacks of users. It would protect nobody, because presets may also name Python files to run.
 UNCHECKED = getattr(utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
 WHITELIST: dict[str, Any] = {} if UNCHECKED is None else {"execution_whitelist": UNCHECKED}
-# Hydra 1.3 warns without it, 1.4 with it.
+# Hydra 1.3 warns if version_base is missing, and Hydra 1.4 warns if it is given.
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if UNCHECKED is None else {}
 FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 SWITCHES = ("--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun", "--info")
+# Options with which Hydra prints a text instead of calling the task.
 PRINTING = ("--hydra-help", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
 SWEEPER = "hydra_plugins.mingpt_ddp_sweeper.JobSweeper"
 FLAGS = (
@@ -55,12 +56,13 @@ class JobSweeperConf:
 def _store_defaults() -> None:
     """Register the schema's defaults with Hydra, so that YAML files contain only what differs.
 
-    conf/mingpt_ddp.yaml begins with `schema`, the groups that have one dataclass. Presets of the
-    other groups begin with their own, as in `defaults: [/schema/model/gpt@_here_]`, or that of
-    `data/text`. Without `@_here_` it is for groups at the top of a configuration alone.
+    conf/mingpt_ddp.yaml begins with `schema`, which has the groups with one dataclass. The other
+    groups have several. Each of their presets begins with the defaults of its own dataclass, as in
+    `defaults: [/schema/model/gpt@_here_]`, or with those of `data/text`. Without `@_here_`, the
+    defaults would only reach groups at the top of a configuration.
 
-    Users can add keys to those other groups. Hydra sets keys there that no preset has, without a +;
-    `from_mapping` refuses those that nobody has registered.
+    Users can register keys for the groups with several dataclasses. Therefore Hydra accepts any key
+    in these groups without a +. `from_mapping` refuses keys that nobody has registered.
     """
     store = ConfigStore.instance().store
     single: dict[str, Any] = {}
@@ -85,7 +87,7 @@ _store_defaults()
 def config_directory() -> Path:
     """Return the directory conf/ of the checkout, or its copy in an installed package."""
     package = Path(__file__).resolve().parents[2]
-    installed = (package / "conf").resolve()  # in a checkout a link
+    installed = (package / "conf").resolve()  # a link in a checkout
     return installed if installed.is_dir() else package.parent / "conf"
 
 
@@ -129,7 +131,7 @@ def reorder_argv(argv: list[str]) -> list[str]:
             overrides.append(word)
         else:
             flags.append(word)
-    if flags and flags[-1] in ("--info", "-i"):  # would take the first override as its value
+    if flags and flags[-1] in ("--info", "-i"):  # it would take the first override as its value
         flags[-1] = "--info=all"
     return flags + overrides
 
@@ -164,15 +166,15 @@ def key_of(override: str) -> str:
 
 
 def key_of_group(key: str) -> str:
-    """Return the key of the schema: model.part_settings for model.part_settings.window."""
+    """Shorten a key to group.key: model.part_settings for model.part_settings.window."""
     return ".".join(key.split(".")[:2])
 
 
 def config_flags(hydra: Any) -> list[str]:
-    """Return --config-name, --config-path and --config-dir of a command line.
+    """Return the --config-name, --config-path and --config-dir of a command line.
 
     Args:
-        hydra: the `hydra` node of the configuration that it composed.
+        hydra: The `hydra` node of the configuration that the command line composed.
     """
     flags = []
     name = hydra["job"]["config_name"]
@@ -203,5 +205,5 @@ def hydra_value(value: Any) -> str:
 
 
 def literal(text: str) -> str:
-    """Escape what OmegaConf would replace by another value, as `${oc.env:HOME}`."""
+    """Escape interpolations, such as `${oc.env:HOME}`, which OmegaConf would replace."""
     return re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", text)

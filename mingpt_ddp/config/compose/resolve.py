@@ -1,4 +1,4 @@
-"""From what Hydra has composed to a job. The only module that reads Hydra's state."""
+"""Make a job of what Hydra has composed. Only this module reads Hydra's state."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import replace
@@ -18,8 +18,8 @@ def resolve(cfg: DictConfig, swept: Collection[str] | None = None) -> Job:
     """Return the job that Hydra has just composed: a run, or a job of a sweep.
 
     Args:
-        swept: The keys that the sweep varies. None to take them from Hydra's state, where
-            `mingpt_ddp.study.sweeps.preflight` has left them for a sweeper of others.
+        swept: The keys that the sweep varies. None to derive them from Hydra's state, in which
+            `mingpt_ddp.study.sweeps.preflight` lists the other keys if the sweeper is not ours.
 
     Raises:
         ConfigError, CodeError: A key, a value or a user's file is invalid; one line.
@@ -32,9 +32,9 @@ def resolve(cfg: DictConfig, swept: Collection[str] | None = None) -> Job:
     values = {key_of(word): word.partition("=")[2] for word in words}
     if swept is None:
         swept = values.keys() - set(hydra.job.config.override_dirname.exclude_keys)
-    values = {key: value for key, value in values.items() if key in swept}
-    job = job.with_run(name=job_name(job.config, values))
-    return replace(job, trial=SweepPlace.of(int(hydra.job.num), values))
+    swept_values = {key: value for key, value in values.items() if key in swept}
+    job = job.with_run(name=job_name(job.config, swept_values))
+    return replace(job, trial=SweepPlace.of(int(hydra.job.num), swept_values))
 
 
 def compose_job(
@@ -103,7 +103,7 @@ def application_state() -> tuple[frozenset[str], list[str]]:
 
 
 def _words(overrides: Any) -> list[str]:
-    """Return overrides as they were typed: Hydra would resolve an interpolation in one."""
+    """Return overrides as they were typed. Interpolations in them are not resolved."""
     words: Any = OmegaConf.to_container(overrides, resolve=False)
     return [*words]
 

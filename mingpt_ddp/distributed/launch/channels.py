@@ -1,4 +1,4 @@
-"""Channels from workers to their launcher, for evaluations and for how they have ended."""
+"""Channels between workers and their launcher: evaluations for a pruner, and outcomes."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,8 @@ from mingpt_ddp.storage.lines import MAX_LINE_BYTES
 # reason to end the run, or None to go on.
 Judge: TypeAlias = Callable[[int, Mapping[str, float]], str | None]
 MAX_MESSAGE_BYTES = MAX_LINE_BYTES  # size limit of a message with the metrics of an evaluation
-MAX_OUTCOME_BYTES = select.PIPE_BUF - 64  # so that the messages of workers do not mix
+# A write to a pipe is atomic up to PIPE_BUF bytes, so messages of different workers do not mix.
+MAX_OUTCOME_BYTES = select.PIPE_BUF - 64
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class WorkerEnds:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             for name, descriptor in (("stdout", 1), ("stderr", 2)):
                 os.dup2(nowhere, descriptor)
-                # The old stream may be that of a file, which has a position.
+                # Replace the stream too: the old one may have a position in a file.
                 setattr(sys, name, os.fdopen(descriptor, "w", closefd=False))
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> str | None:
@@ -63,7 +64,7 @@ class Channels:
     def __init__(self, report: Judge | None, has_console: bool) -> None:
         """
         Args:
-            report: Called with each evaluation. None if the run reports none.
+            report: The pruner callback, called with each evaluation. None without a pruner.
             has_console: True if the workers write to the console of this process.
         """
         self._report = report
@@ -95,11 +96,14 @@ class Channels:
     async def serve(
         self, joined: Coroutine[Any, Any, tuple[int, str]], workers: list[BaseProcess]
     ) -> tuple[int, str]:
-        """Answer the reports of the workers until they have exited; return what `joined` does.
+        """Answer the reports of the workers until they have exited. Return the result of `joined`.
 
-        An error of the function that judges them kills the workers, and is raised.
+        If the pruner callback fails, kill the workers and raise its error.
+
+        Args:
+            joined: Waits until all workers have exited.
         """
-        self._close_worker_ends()  # they have their own
+        self._close_worker_ends()  # the workers have copies of their own
         join = asyncio.ensure_future(joined)
         answer = asyncio.ensure_future(self._answer())
         try:
@@ -115,7 +119,7 @@ class Channels:
             answer.cancel()
 
     def error(self) -> UserError | None:
-        """Return the error that the workers have told, or None. Call it when they have exited."""
+        """Return the first error that a worker has sent, or None. Call this after they exited."""
         errors = list[UserError]()
         with contextlib.suppress(EOFError):  # all of them have been read
             while self._outcomes.poll():
@@ -125,6 +129,7 @@ class Channels:
         return errors[0] if errors else None
 
     async def _answer(self) -> None:
+        """Send the reply of the pruner callback to each report, until the worker has exited."""
         if self._report is None:
             return
         while True:

@@ -1,4 +1,4 @@
-"""Whether a job of a sweep has already ended, as its directory says."""
+"""Find out from its directory if a job of a sweep has already ended."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ NOT_OF_A_RUN = (KeyError, TypeError, ValueError, ArithmeticError, AttributeError
 
 
 class JobRecords(Records):
-    """The records of a job in a sweep, as its directory has them, in any process."""
+    """The records of jobs as their own directories have them. Any process can read these."""
 
     def __init__(self) -> None:
         self.kept = KeptResults()
@@ -69,7 +69,7 @@ def _has_ended(result: dict[str, Any], recorded: dict[str, Any], config: Config)
         for key in keys:
             old = recorded["trainer"].get(key)  # older runs lack max_minutes
             new = getattr(config.trainer, key)
-            # An old limit of null did not end the job. Another limit did.
+            # A limit that was null did not end the job, but any other limit may have.
             if old is not None and (new is None or new > old):
                 return False
     except NOT_OF_A_RUN:

@@ -1,4 +1,4 @@
-"""Jobs that a sweeper or a launcher of others starts."""
+"""Jobs that another sweeper or an external launcher starts."""
 
 import logging
 import time
@@ -16,10 +16,10 @@ log = logging.getLogger(__name__)
 
 
 def train_for_others(job: Job, trial: SweepPlace, env: DistEnv, sweep: Sweep | None) -> float:
-    """Train a job that a sweeper or a launcher of others starts.
+    """Train a job that another sweeper or an external launcher starts.
 
     Args:
-        sweep: None if this process belongs to the launcher.
+        sweep: None if the launcher has started this process.
 
     Raises:
         JobError: The job has failed; another one may follow.

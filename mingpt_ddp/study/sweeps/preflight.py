@@ -58,7 +58,7 @@ def start_sweep(config: DictConfig, env: DistEnv) -> Sweep:
     settings = check_settings(config, jobs, env)
     objective = default_objective(loss_unit(flatten(job.to_dict())) for job in jobs)
     is_by_bits = settings.metric is None and objective is BITS_PER_BYTE
-    metric = settings.metric
+    given_metric = settings.metric
     if is_by_bits:
         settings = replace(settings, metric=objective.series)
     is_remote = hydra_utils.is_external(str(config.hydra.launcher._target_))
@@ -86,13 +86,13 @@ def start_sweep(config: DictConfig, env: DistEnv) -> Sweep:
         file=SweepFile(env.call_on_rank_zero(lambda: own_directory)),
     )
     if is_ours:
-        env.call_on_rank_zero(lambda: _keep(sweep, metric))
+        env.call_on_rank_zero(lambda: _keep(sweep, given_metric))
     what = f"a sweep of {counted(sweep.planned, 'job')}" if sweep.planned else "a sweep"
     log.info("%s, in %s", what, directory)
     with read_write(config), read_write(config.hydra), open_dict(config):
         if is_by_bits:
             log.info("the objective is %s: %s", objective.title, WHY_BITS_PER_BYTE)
-        if not is_ours:  # which would not pass this on to the jobs
+        if not is_ours:  # its jobs get these values only by Hydra's own overrides
             for_jobs = config.hydra.overrides.hydra
             if is_by_bits:
                 for_jobs.append(f"sweep.metric={settings.metric}")
@@ -109,10 +109,10 @@ def _lock(directory: Path) -> IO[str]:
 
 
 def _keep(sweep: Sweep, metric: str | None) -> None:
-    """Write the records that the sweep keeps between its starts.
+    """Write what later starts of the sweep need: its metric, and the cores of a job.
 
     Args:
-        metric: sweep.metric from the command line.
+        metric: sweep.metric as configured. None for the default objective.
     """
     sweep.file.keep_metric(metric)
     if sweep.file.cores is None:
@@ -120,7 +120,7 @@ def _keep(sweep: Sweep, metric: str | None) -> None:
 
 
 def _constant(overrides: list[Override]) -> str:
-    """List the keys that do not vary, in Hydra's syntax."""
+    """Return the overridden keys that do not vary, as a list in Hydra's syntax."""
     keys = ["'sweep.metric'"]  # `start_sweep` may add this key
     for override in overrides:
         if not override.is_sweep_override():

@@ -29,7 +29,7 @@ class Scheduler:
     def __init__(self, sweep: Sweep, source: Source, compose: Callable[[int], Job]) -> None:
         """
         Args:
-            compose: Returns a job by its number, checked.
+            compose: Composes and checks the job with this number.
         """
         self._sweep = sweep
         self._source = source
@@ -76,7 +76,7 @@ class Scheduler:
             started_at = time.monotonic()
             outcome = await self._attempt(number, slot)
             seconds = time.monotonic() - started_at
-            if outcome is None:  # a signal came while it waited
+            if outcome is None:  # a signal came before the job could start
                 return
             if outcome.status is RunStatus.PREEMPTED:
                 earlier = self._sweep.stopped
@@ -88,8 +88,8 @@ class Scheduler:
             self._line.update()
             if not outcome.has_failed and not outcome.was_known:
                 title = objective_named(self._sweep.settings.metric).title
-                how = "pruned, " if outcome.status is RunStatus.PRUNED else ""
-                result = f"{how}{title} {outcome.value:.4f}"
+                prefix = "pruned, " if outcome.status is RunStatus.PRUNED else ""
+                result = f"{prefix}{title} {outcome.value:.4f}"
                 log.info("job %d: %s after %.0f s", number + 1, result, seconds)
             if self._is_interrupted or not outcome.has_failed:
                 return
@@ -112,7 +112,7 @@ class Scheduler:
             return await run_on_workers(
                 ready, self._sweep.env, self._sweep, time.monotonic(), self._forwarder, slot
             )
-        except UserError as error:  # as if it could not host a store, or the metric is missing
+        except UserError as error:  # e.g. no port for a store, or a result without the objective
             return failed(error)
         finally:
             del self._running[slot]

@@ -17,7 +17,7 @@ from mingpt_ddp.training.run_job import Records, name_job
 
 
 def run_script(job: Job, env: DistEnv, records: Records, started_at: float) -> Outcome:
-    """Run this script as a process of its own for one job of a sweep."""
+    """Run the script of this process once more, in a process of its own, for a job of its sweep."""
     ready = name_job(job, env, records)
     if isinstance(ready, Outcome):
         return ready
@@ -32,7 +32,7 @@ def run_script(job: Job, env: DistEnv, records: Records, started_at: float) -> O
         with subprocess.Popen(
             [sys.executable, *launcher, sys.argv[0]],
             env={**os.environ, **Caller(os.getpid(), job=str(file)).environ()},
-            start_new_session=True,  # Ctrl-C arrives once, from here
+            start_new_session=True,  # so that Ctrl-C arrives only once, sent from here
             preexec_fn=die_with_parent,
         ) as process:
 
@@ -51,6 +51,6 @@ def run_script(job: Job, env: DistEnv, records: Records, started_at: float) -> O
         error = JobError(f"the script ended with exit code {code}")
         return Outcome(RunStatus.FAILED, job.directory, error=error, exit_code=code)
     value = None
-    with contextlib.suppress(RunError):  # it writes no result.json
+    with contextlib.suppress(RunError):  # the script has written no result.json
         value = records.value_of(job)
     return Outcome(RunStatus.COMPLETE, job.directory, value)

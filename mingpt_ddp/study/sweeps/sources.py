@@ -29,7 +29,8 @@ DRAW_TIMEOUT_S = 600.0  # how long other ranks wait for rank zero to draw a job
 class Source:
     """The jobs of a sweep by number, from 0, and the study of a search."""
 
-    overrides: Callable[[int], list[str]]  # called for one job after another, on all ranks
+    # Returns the overrides of a job. Called for one job after another, on all ranks.
+    overrides: Callable[[int], list[str]]
     swept: frozenset[str]  # keys that differ from job to job
     study: "Study | None"  # None for a grid, and on all ranks but rank zero
 
@@ -37,7 +38,7 @@ class Source:
         """Return the place of a job in the sweep.
 
         Args:
-            words: Its overrides, if they are known.
+            words: The overrides of the job. None to ask `overrides` for them.
         """
         words = self.overrides(number) if words is None else words
         values = {key_of(word): word.partition("=")[2] for word in words}
@@ -45,7 +46,7 @@ class Source:
 
 
 def number_of_jobs(settings: SweepConfig, overrides: list[Override], is_ours: bool) -> int:
-    """Return the number of jobs of a sweep; 0 if only a sweeper of others knows it."""
+    """Return the number of jobs of a sweep, or 0 if only another sweeper knows it."""
     if not is_ours and any(override.is_interval_sweep() for override in overrides):
         return 0
     if settings.is_search:
@@ -71,19 +72,19 @@ def check_search(config: Config, overrides: list[Override]) -> None:
 
 
 def source_of(config: Config, overrides: list[Override], directory: Path, env: DistEnv) -> Source:
-    """Return the jobs of a sweep; open the study of a search.
+    """Return the jobs of a sweep. For a search, open its study.
 
     Args:
         config: Configuration of the first job.
         directory: Directory of the sweep, which rank zero has locked.
 
     Raises:
-        UserError: The search cannot continue the one in the directory.
+        UserError: The study in the directory belongs to a search that this one cannot continue.
     """
     swept = frozenset(
         key_of(str(each.input_line)) for each in overrides if each.is_sweep_override()
     )
-    # The objective may follow from the jobs, instead of being typed.
+    # The default objective depends on all jobs of the sweep, so each job is told which one it is.
     is_typed = any(each.get_key_element() == "sweep.metric" for each in overrides)
     metric = [] if is_typed else [f"sweep.metric={hydra_value(config.sweep.metric)}"]
     if not config.sweep.is_search:

@@ -37,10 +37,11 @@ class Sweep(Records):
     env: DistEnv
     config: Config  # configuration of the first job, with the settings of the sweep
     directory: Path  # the sweep's own directory, or run.root
-    planned: int  # number of jobs; 0 if only a sweeper of others knows it
-    is_remote: bool = False  # other processes run the jobs, count them and log their errors
-    lock: IO[str] | None = None  # on `directory`, if it is the sweep's own
-    source: Source | None = None  # None if a sweeper of others chooses the jobs
+    planned: int  # number of jobs; 0 if only another sweeper knows it
+    # True if an external launcher runs the jobs. Its processes count them and log their errors.
+    is_remote: bool = False
+    lock: IO[str] | None = None  # lock of `directory`, if that is the sweep's own
+    source: Source | None = None  # None if another sweeper chooses the jobs
     # One slot for each concurrent job. Empty if jobs run one after another.
     slots: list[Slot] = field(default_factory=list)
     job_records: JobRecords = field(default_factory=JobRecords)
@@ -48,7 +49,8 @@ class Sweep(Records):
     done: dict[int, Path] = field(default_factory=dict)  # directories of ended jobs, by number
     n_done_before: int = 0  # how many jobs of `done` an earlier start completed
     failed: dict[int, str] = field(default_factory=dict)  # labels of failed jobs, by number
-    crashed: set[int] = field(default_factory=set)  # numbers of those that no user error has failed
+    # Numbers of the failed jobs whose error is not one that a user can fix.
+    crashed: set[int] = field(default_factory=set)
     # The outcome that ends the sweep before its last job. Then no other job starts.
     stopped: Outcome | None = None
 
@@ -64,7 +66,7 @@ class Sweep(Records):
 
     @property
     def is_over(self) -> bool:
-        """True if all jobs have ended. Never, if only a sweeper of others knows their number."""
+        """True if all jobs have ended. Always False if only another sweeper knows their number."""
         return 0 < self.planned <= len(self.done) + len(self.failed)
 
     @property
@@ -137,7 +139,7 @@ class Sweep(Records):
         return "its reason is not recorded" if failure is None else failure.reason
 
     def look_up(self, job: Job) -> Known:
-        """Return what is known of a job, and say that it starts if nothing is."""
+        """Return what is known of a job. If it has no earlier result, log that it starts."""
         assert job.trial is not None
         number = job.number
         known = self.job_records.look_up(job)
@@ -152,13 +154,16 @@ class Sweep(Records):
         return self.job_records.value_of(job)
 
     def threads(self, workers: int, default: int) -> int | None:
-        """Return as many threads as at the first start. Ranks of torchrun keep their number."""
+        """Return as many threads as at the first start of the sweep.
+
+        Return None for ranks of torchrun, which keep their own number.
+        """
         if self.source is None or self.env.world_size > 1:
             return None
         return self.file.threads(workers, default)
 
     def judge_of(self, job: Job) -> Judge | None:
-        """Return the function that judges the evaluations of a job; None if nothing does."""
+        """Return the pruner callback of a job, or None outside of a search."""
         if self.source is None or not self.settings.is_search:
             return None
         return partial(self._judge, job.number)
@@ -172,8 +177,8 @@ class Sweep(Records):
         """Record how a job has ended. Set `stopped` if no other job may start.
 
         Returns:
-            The outcome, or that of an error: its result lacks the objective of the search, or the
-            study cannot be written.
+            The same outcome. A failed one if the result lacks the objective of the search, or if
+            the study cannot be written.
         """
         try:
             self._record(trial, outcome)
@@ -256,32 +261,32 @@ class Sweep(Records):
         return self.env.call_on_rank_zero(self._finish) or complete
 
     def _finish(self) -> Outcome:
-        unwritten = self._print_table()
+        output_error = self._print_table()
         if self.is_remote:
             if self.failed:
                 return failed(JobError(next(iter(self.failed.values()))), FAILURE)
-            return Outcome(RunStatus.COMPLETE) if unwritten is None else failed(unwritten)
-        count = len(self.done) + len(self.failed)
+            return Outcome(RunStatus.COMPLETE) if output_error is None else failed(output_error)
+        n_ended = len(self.done) + len(self.failed)
         n_pruned = 0 if self.study is None else self.study.n_pruned
         log.info(
             "sweep: %s, %d already complete, %d failed%s",
-            counted(count, "job"),
+            counted(n_ended, "job"),
             self.n_done_before,
             len(self.failed),
             f", {n_pruned} pruned" if n_pruned else "",
         )
         if not self.failed:
-            return Outcome(RunStatus.COMPLETE) if unwritten is None else failed(unwritten)
-        if unwritten is not None:
-            log.error("%s", unwritten)
-        again = "rerun the same command to retry"
+            return Outcome(RunStatus.COMPLETE) if output_error is None else failed(output_error)
+        if output_error is not None:
+            log.error("%s", output_error)
+        advice = "rerun the same command to retry"
         if self.study is not None:
-            again = "they do not start again; raise sweep.trials for other values"
-        if count < self.planned:
-            left = self.planned - count
-            again = f"{left} have not started; raise sweep.max_failures, or {again}"
-        which = "; ".join(dict.fromkeys(self.failed.values()))
-        error = JobError(f"{len(self.failed)} of {count} failed: {which}; {again}")
+            advice = "they do not start again; raise sweep.trials for other values"
+        if n_ended < self.planned:
+            left = self.planned - n_ended
+            advice = f"{left} have not started; raise sweep.max_failures, or {advice}"
+        labels = "; ".join(dict.fromkeys(self.failed.values()))
+        error = JobError(f"{len(self.failed)} of {n_ended} failed: {labels}; {advice}")
         return failed(error, FAILURE if self.crashed & self.failed.keys() else USER_ERROR)
 
     def _print_table(self) -> OutputError | None:

@@ -43,14 +43,15 @@ def run_jobs(
     task_function: Callable[..., float],
     config: DictConfig,
 ) -> None:
-    """Run the jobs of a sweep that are left.
+    """Run the jobs of a sweep that have not ended yet.
 
-    Ends when none is left, when too many have failed, or when `sweep.stopped` is set. The callback
-    in `preflight` has checked the sweep and opened it; `cli/train_job` prints its table afterwards.
+    Return when none is left, when too many have failed, or when `sweep.stopped` is set. Before
+    this, `start_sweep` in preflight.py has checked the sweep and locked its directory. Afterwards,
+    `cli/train_job.py` prints the table.
 
     Args:
-        task_function: Trains the job that Hydra's state describes, in the process of an external
-            launcher. With an attribute `is_script` it belongs to a script that trains by itself.
+        task_function: Called in the processes of an external launcher, to train the job that
+            Hydra's state describes. An attribute `is_script` marks a script with its own loop.
         config: Hydra's configuration of the sweep.
     """
     source = sweep.source
@@ -90,7 +91,7 @@ def run_jobs(
             _run_grid(sweep, source, remote)
     except (HydraException, JobError):
         raise
-    except Exception as error:  # of the launcher
+    except Exception as error:  # an error of the launcher itself
         raise RunError(str(error)) from error
 
 
@@ -100,10 +101,10 @@ def _write_multirun(directory: Path, config: DictConfig) -> None:
 
 
 def _compose(context: HydraContext, config: DictConfig, source: Source, number: int) -> Job:
-    """Return a job, checked.
+    """Compose a job by its number, and check it.
 
     Raises:
-        UserError: It is invalid.
+        UserError: The job is invalid.
     """
     try:
         job = compose_job(context, config, number, source.overrides(number), source.swept)
@@ -124,14 +125,15 @@ def _run_in_turn(
     run: Callable[..., Outcome],
     launcher_of: Callable[[TaskFunction], Launcher],
 ) -> None:
-    """Run one job after the other, in this process or by a parent of workers.
+    """Run one job after another, in this process or in workers that it starts.
 
-    Hydra's launcher composes each job, and calls its callbacks.
+    Hydra's launcher composes each job, and calls the user's callbacks.
 
     Args:
-        run: With the parameters of `run_job`.
+        run: `run_job`, or `run_script` with the same parameters.
+        launcher_of: Returns Hydra's launcher for a task.
     """
-    trial = SweepPlace(0, "")  # of the job that runs
+    trial = SweepPlace(0, "")  # place of the running job
     outcome = Outcome(RunStatus.COMPLETE)
 
     def task(cfg: DictConfig) -> float:
@@ -169,7 +171,7 @@ def _run_one(sweep: Sweep, source: Source, run: Callable[..., Outcome], cfg: Dic
 
 
 def _run_grid(sweep: Sweep, source: Source, launcher: Launcher) -> None:
-    """Give an external launcher the jobs of a grid."""
+    """Run the jobs of a grid with an external launcher. Read its results up to a failed job."""
     jobs = [source.overrides(number) for number in range(sweep.planned)]
     for number, returned in enumerate(launcher.launch(jobs, initial_job_idx=0)):
         try:
@@ -182,7 +184,7 @@ def _run_grid(sweep: Sweep, source: Source, launcher: Launcher) -> None:
 def _run_batches(
     sweep: Sweep, source: Source, launcher: Launcher, compose: Callable[[int], Job]
 ) -> None:
-    """Run batches of `sweep.parallel` trials elsewhere. Each batch waits for the one before."""
+    """Run batches of `sweep.parallel` trials with an external launcher, one after another."""
     left = sweep.jobs_left(source)
     while numbers := [*itertools.islice(left, int(sweep.settings.parallel))]:
         batch = [source.overrides(number) for number in numbers]

@@ -1,4 +1,4 @@
-"""A version of the code, named as a commit, a branch or a directory: where it is, what it runs."""
+"""A version of the code (a commit, a branch or a directory), and how to train with it."""
 
 import contextlib
 import functools
@@ -31,9 +31,9 @@ from mingpt_ddp.storage.lock import acquire_lock
 from mingpt_ddp.study.results.formats import cut
 from mingpt_ddp.study.versions import version_job
 
-GIT_S = 600.0  # in which git writes the files of a commit
+GIT_S = 600.0  # time limit for git to write the files of a commit
 BRANCHES = ("for-each-ref", "--count=20", "--format=%(refname:short)", "refs/heads")
-PRESETS = FLAGS_WITH_VALUE[:4]  # before a directory of presets
+PRESETS = FLAGS_WITH_VALUE[:4]  # flags whose value is a directory of presets
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,16 @@ class Version:
     """A version of the code, and the words that it trains with."""
 
     name: str  # as typed
-    directory: Path  # that holds the package, or a user's files
+    directory: Path  # holds the package, or only files of the user
     words: list[str]
     code: Code
-    has_package: bool  # otherwise it trains with that of this process
+    has_package: bool  # False if it trains with the package of this process
 
     def check_unchanged(self) -> None:
-        """Check that its Python files are those that are compared.
+        """Check that its Python files have not changed since the start of the comparison.
 
         Raises:
-            RunError: some have changed since.
+            RunError: Some have changed.
         """
         files = _move(self.words, self.directory, self.directory)[1]
         before = self.code.record
@@ -66,7 +66,7 @@ class Version:
             )
 
     def compose(self) -> str:
-        """Return its whole configuration as text.
+        """Return the configuration that it composes, as the text of a YAML file.
 
         Raises:
             UserError: Hydra refuses the words, or it imports the code of another directory.
@@ -85,15 +85,15 @@ class Version:
         return done.stdout
 
     def train(self, words: list[str]) -> None:
-        """Train with more words, and print nothing.
+        """Train with these additional words. Print nothing.
 
         Raises:
-            UserError: it has failed.
+            UserError: The training has failed.
         """
         with subprocess.Popen(
             [*self._command, *words],
             env=self._environment,
-            start_new_session=True,  # Ctrl-C arrives once, from here
+            start_new_session=True,  # so that Ctrl-C arrives only once, sent from here
             preexec_fn=die_with_parent,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -104,15 +104,15 @@ class Version:
             try:
                 errors = process.communicate()[1]
             except BaseException:
-                process.send_signal(signal.SIGINT)  # saves
+                process.send_signal(signal.SIGINT)  # the process saves a snapshot, then ends
                 process.communicate()
                 raise
         if process.returncode != 0:
-            # Another version of the package tells its error in its last line only.
+            # Other versions of the package report their error in their last line.
             raise self._error(errors.strip().rpartition("\n")[2], process.returncode)
 
     def _error(self, last: str, code: int) -> UserError:
-        """Return the error of a process of this version: its last line, of any kind."""
+        """Return the error of a process of this version, with the last line that it printed."""
         error = UserError(last or f"error: it ended with exit code {code}")
         error.kind = f"version {self.name}"
         return error
@@ -123,29 +123,29 @@ class Version:
 
     @property
     def _environment(self) -> dict[str, str]:
-        behind = os.environ.get("PYTHONPATH", "") if self.has_package else import_path()
-        path = os.pathsep.join(filter(None, [str(self.directory), behind]))
+        other_paths = os.environ.get("PYTHONPATH", "") if self.has_package else import_path()
+        path = os.pathsep.join(filter(None, [str(self.directory), other_paths]))
         return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 
 def find_commit(name: str) -> str:
-    """Return the commit of the checkout here that a name means; "": it means a directory.
+    """Return the commit that a name means in this checkout, or "" if it means a directory.
 
     Raises:
-        ConfigError: it means neither.
+        ConfigError: The name means neither.
     """
     root = root_of(Path.cwd())
     why = ""
     if root:
-        ask = functools.partial(git, root, time.monotonic() + GIT_S)
+        ask_git = functools.partial(git, root, time.monotonic() + GIT_S)
         words = ("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
         try:
-            if commit := ask(*words).decode().strip():
+            if commit := ask_git(*words).decode().strip():
                 return commit
         except (OSError, subprocess.SubprocessError, ValueError) as error:  # e.g. it has no git
             why = f": {error}"
         with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-            branches = ask(*BRANCHES).decode().split()
+            branches = ask_git(*BRANCHES).decode().split()
             why = f"; there are {', '.join(['HEAD', *branches])}"
     where = root or "a checkout here"
     check(os.path.isdir(name), f"{name} is no commit or branch of {where}, and no directory{why}")
@@ -153,14 +153,14 @@ def find_commit(name: str) -> str:
 
 
 def find_version(name: str, commit: str, words: list[str]) -> Version:
-    """Return a version; a commit is checked out into the user's cache directory.
+    """Return a version by its name. Check out a commit into the user's cache directory.
 
     Args:
-        commit: what `find_commit` returns for the name.
-        words: of the command line, in which paths of code lead to this checkout.
+        commit: The result of `find_commit` for the name.
+        words: Words from the command line, with paths of code in this checkout.
 
     Raises:
-        ConfigError: it has no code to compare, or too many changes to record.
+        ConfigError: The version has no code to compare, or too many changes to record.
     """
     here = Path.cwd()
     root = root_of(here)
@@ -201,7 +201,7 @@ def _worktree(root: Path, commit: str) -> Path:
             pass  # there is none yet, or its checkout is gone
         shutil.rmtree(directory, ignore_errors=True)
         deadline = time.monotonic() + GIT_S
-        # Twice: a killed git leaves its lock on a worktree that is not there.
+        # Force twice, because a killed git may leave a lock on a worktree that does not exist.
         words = ("worktree", "add", "--force", "--force", "--detach", str(directory), commit)
         try:
             git(root, deadline, *no_filters(root, deadline), *words)
@@ -211,13 +211,13 @@ def _worktree(root: Path, commit: str) -> Path:
 
 
 def _move(words: list[str], here: Path, directory: Path) -> tuple[list[str], list[Path]]:
-    """Return the words with paths of code below `here` as those below another directory.
+    """Replace paths of code below `here` by the same paths below another directory.
 
     Returns:
-        The words, and the Python files there.
+        The words with the new paths, and the Python files to which these lead.
 
     Raises:
-        ConfigError: a directory of presets is none.
+        ConfigError: A directory of presets does not exist there.
     """
     moved = []
     files = list[Path]()
@@ -229,9 +229,9 @@ def _move(words: list[str], here: Path, directory: Path) -> tuple[list[str], lis
             moved.append(word)
             continue
         path = Path.cwd() / name
-        for found in (path.resolve(), path):  # as typed, or by a link
-            if found.is_relative_to(here):
-                path = directory / found.relative_to(here)
+        for candidate in (path.resolve(), path):  # the path as typed comes last and wins
+            if candidate.is_relative_to(here):
+                path = directory / candidate.relative_to(here)
         check(is_code or path.is_dir(), f"{word} leads to {path}, which is no directory")
         files += [path] if is_code else sorted(path.glob("**/*.py"))
         moved.append(f"{key}{equals}{hydra_value(str(path)) if is_code else path}")

@@ -29,17 +29,17 @@ from mingpt_ddp.study.versions.code_version import Version, find_commit, find_ve
 from mingpt_ddp.terminal import echo_error
 
 WORDS_OF_A_JOB = ("run.seed", "run.root", "run.name")
-NOT_IN_NAMES = re.compile(r"[^\w.+-]+", re.ASCII)  # characters that names of directories lack
+NOT_IN_NAMES = re.compile(r"[^\w.+-]+", re.ASCII)  # characters to replace in names of directories
 
 
 @dataclass(frozen=True)
 class VersionRun:
-    """A version that trains with a seed, in a run directory."""
+    """A job of a comparison: a version that trains with a seed, in a run directory."""
 
     version: Version
-    words: list[str]
+    words: list[str]  # run.seed, run.root and run.name, added to the words of the version
     directory: Path
-    config: dict[str, Any]  # the configuration that is composed without these words
+    config: dict[str, Any]  # the configuration that the version composes without `words`
 
     @property
     def result(self) -> dict[str, Any]:
@@ -47,9 +47,9 @@ class VersionRun:
 
     @property
     def code(self) -> str:
-        """The code that trained it, as `report` shows it.
+        """The code that trained the job, as `report` shows it.
 
-        An earlier package may have recorded none. Then it is the code of the version.
+        An earlier package may not have recorded it. Then this is the code of the version.
         """
         return describe(recorded_code(self.result) or self.version.code.record)
 
@@ -60,15 +60,16 @@ def compare_versions(
     """Train what is not complete, and add the verdict to experiments.jsonl.
 
     Args:
-        names: of commits, branches or directories; each is compared with the first.
-        words: what all of them train with.
+        names: Commits, branches or directories. All others are compared with the first.
+        words: Words of the train command, the same for all versions.
         required: same_bits, not_worse, or None.
 
     Returns:
-        The verdict, and whether it meets the requirement.
+        The verdict, and True if it meets the requirement.
 
     Raises:
-        UserError: a version refuses the words, a job has failed, or something has changed since.
+        UserError: A version refuses the words, a job has failed, or code, configuration or text
+            changed during the comparison.
     """
     commits = [find_commit(name) for name in names]
     versions = [find_version(*each, words) for each in zip(names, commits, strict=True)]
@@ -81,9 +82,9 @@ def compare_versions(
             directory = (
                 root / name / f"{number}-{NOT_IN_NAMES.sub('_', version.name)},run.seed={seed}"
             )
-            own = [f"run.seed={seed}", f"run.root={hydra_value(str(root))}"]
-            own.append(f'run.name="{name}/{directory.name}"')
-            trials[label].append(VersionRun(version, own, directory, config))
+            run_words = [f"run.seed={seed}", f"run.root={hydra_value(str(root))}"]
+            run_words.append(f'run.name="{name}/{directory.name}"')
+            trials[label].append(VersionRun(version, run_words, directory, config))
     with _lock(root / name):
         _train([*zip(*trials.values(), strict=True)])
         verdicts, document, text = version_verdict(_settings(trials), _digests(trials))
@@ -96,21 +97,15 @@ def compare_versions(
     return text, True
 
 
-def _why_unmet(required: str | None, verdicts: list[Against]) -> str:
-    """Return the reason if a requirement is not met, else ""."""
-    if required == "same_bits" and not all(each.has_same_bits for each in verdicts):
-        return "the bits differ"
-    if required == "not_worse" and any(each.is_worse for each in verdicts):
-        worse = ", ".join(each.other.label for each in verdicts if each.is_worse)
-        return f"worse by more than chance, or nothing can be said: {worse}"
-    return ""
-
-
 def _compose(versions: list[Version]) -> tuple[Path, str, list[dict[str, Any]]]:
-    """Return the run.root of the first version, a directory for all, and the configurations.
+    """Compose the configuration of each version.
+
+    Returns:
+        The run.root of the first version, the name of a directory in it for all jobs, and the
+        configurations.
 
     Raises:
-        UserError: a version refuses the words.
+        UserError: A version refuses the words.
     """
     composed = [version.compose() for version in versions]
     configs = [*map(yaml.safe_load, composed)]
@@ -134,15 +129,15 @@ def _text_sha256(data: Mapping[str, Any]) -> str:
         values["format"] = "text"
     try:
         return sha256_of_text(DataConfig(**values))
-    except UserError:  # the jobs say what is wrong, unless their version can read it
+    except UserError:  # if the version cannot read the text either, its first job reports why
         return ""
 
 
 def _lock(directory: Path) -> IO[str]:
-    """Lock a comparison.
+    """Lock the directory of a comparison.
 
     Raises:
-        RunError: another process trains it.
+        LockedError: Another process runs the same comparison.
     """
     try:
         return acquire_lock(directory, 0.0, what="the directory of the comparison")
@@ -151,16 +146,19 @@ def _lock(directory: Path) -> IO[str]:
 
 
 def _train(rounds: list[tuple[VersionRun, ...]]) -> None:
-    """Train what is not complete, the trials of each seed in turn: A B, B A, A B ...
+    """Train the jobs that are not complete. The order alternates by seed: A B, B A, A B ...
+
+    Args:
+        rounds: The jobs of all versions, for each seed.
 
     Raises:
-        UserError: a job has failed, or has trained with another code or configuration than its
-            version, or on another text than the job before it.
+        UserError: A job has failed, was trained with another code or configuration than its version
+            has now, or on another text than earlier jobs of its version.
     """
     order = list[VersionRun]()
     for number, trials in enumerate(rounds):
         order += trials[:: -1 if number % 2 else 1]
-    texts = dict[str, Any]()  # the recorded SHA-256, by version
+    texts = dict[str, Any]()  # recorded SHA-256 of the text, by directory of the version
     for number, trial in enumerate(order, 1):
         if trial.result.get("status") != RunStatus.COMPLETE:
             what = f"{trial.version.name}, {trial.words[0]}"
@@ -190,7 +188,7 @@ def _check_code(trial: VersionRun) -> None:
         RunError: It was trained by other code.
     """
     code = recorded_code(trial.result)
-    if not code:  # an earlier version of the package has trained it
+    if not code:  # trained by an earlier version of the package, which recorded no code
         return
     version = trial.version
     own = {*version.code.record["files"].values()}
@@ -228,6 +226,16 @@ def _check_config(trial: VersionRun) -> None:
         )
 
 
+def _why_unmet(required: str | None, verdicts: list[Against]) -> str:
+    """Return the reason why a requirement is not met, or "" if it is met."""
+    if required == "same_bits" and not all(each.has_same_bits for each in verdicts):
+        return "the bits differ"
+    if required == "not_worse" and any(each.is_worse for each in verdicts):
+        worse = ", ".join(each.other.label for each in verdicts if each.is_worse)
+        return f"worse by more than chance, or nothing can be said: {worse}"
+    return ""
+
+
 def _settings(trials: dict[str, list[VersionRun]]) -> list[Setting]:
     """Return the jobs of each version as a setting."""
     jobs = {}
@@ -241,7 +249,7 @@ def _settings(trials: dict[str, list[VersionRun]]) -> list[Setting]:
 
 
 def _digests(trials: dict[str, list[VersionRun]]) -> dict[Path, str]:
-    """Return the SHA-256 of the last weights and optimizer states, by run directory."""
+    """Return the hashes of the last weights and optimizer states as JSON, by run directory."""
     from mingpt_ddp.snapshots.format import WEIGHT_KINDS
     from mingpt_ddp.snapshots.hashes import hash_snapshot
     from mingpt_ddp.snapshots.read.load import load

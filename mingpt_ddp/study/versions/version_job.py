@@ -1,6 +1,7 @@
-"""Train with the code of a directory: `python FILE DIRECTORY [words]`, where no cwd is imported.
+"""Train with the code of a directory: `python FILE DIRECTORY [words]`.
 
-`versions` starts this file; it imports nothing of its own package, which may be another version.
+The versions command starts this file. It imports nothing from the current directory, and nothing
+from the package around it, which may be another version.
 """
 
 import importlib.util
@@ -8,7 +9,7 @@ import os
 import runpy
 import sys
 
-# What is imported, and where it stands in a checkout.
+# Packages that must be imported from the directory, and their paths in a checkout.
 PARTS = {"mingpt_ddp": "mingpt_ddp", "mingpt_ddp.conf": "conf", "hydra_plugins": "hydra_plugins"}
 
 

@@ -57,7 +57,7 @@ def test_it_is_the_recorded_configuration(experiment, tmp_path):
 
 
 def test_a_mapping_is_taken_literally(tmp_path):
-    """Also what Hydra would replace by a variable of the environment."""
+    """Even if Hydra would replace a part of it by an environment variable."""
     paths = {"wiki": "my wiki.txt", "odd": "${oc.env:HOME},{a: 'b\"}"}
     assert composed(recorded(tmp_path, data__val_paths=paths))["data"]["val_paths"] == paths
 
@@ -121,7 +121,7 @@ def test_a_date_that_somebody_has_typed_is_a_text(tmp_path):
 
 @pytest.mark.parametrize(("recorded_keys", "format"), [({}, "text"), ({"format": "auto"}, "auto")])
 def test_a_text_is_read_as_by_the_version_that_has_recorded_it(recorded_keys, format, tmp_path):
-    """Runs without data.format took JSON Lines as text, and files that are skipped now."""
+    """Versions without data.format read JSON Lines as text, and read files that are skipped now."""
     values = configure("run.name=run")
     del values["data"]["format"]
     values["data"] |= recorded_keys
@@ -144,7 +144,7 @@ class LSTM:
 
 
 def test_code_of_yours_is_typed(tmp_path):
-    """By its preset or by its key. One line has all the words, before anything is printed."""
+    """Either its preset or its key is typed. Otherwise one line names all words to type."""
     (tmp_path / "mine" / "model").mkdir(parents=True)
     (tmp_path / "mine" / "mine.py").write_text(CODE)
     (tmp_path / "mine" / "model" / "lstm.yaml").write_text("architecture: lstm\ncode: mine.py\n")
