@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from forked import UNREAD, open_output, server_of
 from launching import PATIENCE_S, ROOT, TINY, environment, python_main
-from runs import read_result
 
 SWEEP = ["-m", *TINY, "run.name=lr", "optimizer.lr=1e-3,1e-2"]
 FULL = "output error: cannot write to standard output: No space left on device; "
@@ -39,7 +38,7 @@ COMMANDS = {
     "report format=json": ["mingpt_ddp", "report", RUN, "format=json"],
     "plan": ["mingpt_ddp", "plan", "model=gpt_nano", "vocab_size=9", "device=h100"],
     "plan --cfg": ["mingpt_ddp", "plan", "--cfg", "job"],
-    "again": ["mingpt_ddp", "again", RUN, "trainer.max_steps=99"],
+    "again --help": ["mingpt_ddp", "again", "--help"],
 }
 
 
@@ -94,11 +93,10 @@ def test_a_full_output_is_one_line(name, cwd):
     *before, last = done.stderr.splitlines()
     assert (done.returncode, last.startswith(FULL)) == (2, True), done.stderr
     assert not [line for line in before if "rror" in line or "Traceback" in line]
-    assert name != "again" or read_result(cwd / RUN)["step"] == 12
 
 
 @pytest.mark.parametrize(
-    "name", ["train --help", "train --cfg", "sample", "verify", "report", "plan", "again"]
+    "name", ["train --help", "train --cfg", "sample", "verify", "report", "plan", "again --help"]
 )
 def test_a_reader_that_has_ended_is_no_error(name, cwd):
     done = run(tool(name), cwd, stdout=UNREAD)
