@@ -1,13 +1,15 @@
 """The configuration that a run has recorded, as presets of Hydra."""
 
+import contextlib
 import os
 import shlex
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
-from mingpt_ddp.cli.arguments import parse_value
 from mingpt_ddp.config.compose.hydra_utils import (
     hydra_value,
     key_of,
@@ -142,6 +144,13 @@ def _is_another_run(recorded: dict[str, Any], typed: dict[str, str]) -> bool:
         enters = whole.partition(".")[0] in GROUPS and (
             whole not in KEYS or enters_name(KEYS[whole])
         )
-        if enters and parse_value(value) != flat.get(key):
+        if enters and _value_of(value) != flat.get(key):
             return True
     return False
+
+
+def _value_of(text: str) -> Any:
+    """Return the value of a typed text as Hydra reads it, or the text if it cannot."""
+    with contextlib.suppress(HydraException):
+        return OverridesParser.create().parse_override(f"key={text}").value()
+    return text
