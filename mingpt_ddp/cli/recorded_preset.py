@@ -58,13 +58,14 @@ def store_recorded(run: str, typed: list[str]) -> list[str]:
     values = {key_of(word): word.partition("=")[2] for word in typed if not word.startswith("-")}
     words = []
     for group in GROUPS:
-        if group not in recorded or not GROUPS[group][0]:
+        if group not in recorded:
             continue
         if group not in values:
-            # An empty preset replaces the default one, which may have keys of another model.
-            ConfigStore.instance().store(group=group, name=PRESET, node={})
-            words.append(f"{group}={PRESET}")
-        elif _is_built_in(group, recorded[group]):
+            if GROUPS[group][0]:
+                # An empty preset replaces the default one, which may have keys of another model.
+                ConfigStore.instance().store(group=group, name=PRESET, node={})
+                words.append(f"{group}={PRESET}")
+        elif group != "run" and _is_built_in(group, recorded[group]):
             del recorded[group]  # a typed preset replaces it
     names = _directory_words(directory, recorded, values)
     _leave_out(recorded, values, run, directory)

@@ -95,6 +95,14 @@ def test_a_typed_value_counts_as_hydra_reads_it(tmp_path):
     assert composed(run, *same, "optimizer.betas=[0.9,0.98]")["run"]["name"] is None
 
 
+def test_a_typed_preset_replaces_the_recorded_group(tmp_path):
+    run = recorded(tmp_path, "tracker.project=old", "ddp.backend=nccl", "trainer.log_every=7")
+    config = composed(run, "tracker=mlflow", "ddp=gloo", "trainer=default")
+    assert (config["tracker"]["mlflow"], config["tracker"]["project"]) == (True, "mingpt_ddp")
+    assert config["ddp"]["backend"] == "gloo"
+    assert config["trainer"]["log_every"] != 7
+
+
 def test_one_limit_and_one_batch_size(tmp_path):
     run = recorded(tmp_path, "trainer.max_steps=50", "trainer.batch_size=8")
     trainer = composed(run, "trainer.max_epochs=3")["trainer"]
