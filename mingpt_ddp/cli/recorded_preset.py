@@ -1,13 +1,15 @@
 """The configuration that a run has recorded, as presets of Hydra."""
 
+import contextlib
 import os
 import shlex
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
-from mingpt_ddp.cli.arguments import parse_value
 from mingpt_ddp.config.compose.hydra_utils import (
     hydra_value,
     key_of,
@@ -57,13 +59,14 @@ def store_recorded(run: str, typed: list[str]) -> list[str]:
     typed_values = {key_of(word): word.partition("=")[2] for word in overrides}
     words = []
     for group in GROUPS:
-        if group not in recorded or not GROUPS[group][0]:
+        if group not in recorded:
             continue
         if group not in typed_values:
-            # Select an empty preset. The default one may have keys of another model.
-            ConfigStore.instance().store(group=group, name=PRESET, node={})
-            words.append(f"{group}={PRESET}")
-        elif _is_built_in(group, recorded[group]):
+            if GROUPS[group][0]:
+                # Select an empty preset. The default one may have keys of another model.
+                ConfigStore.instance().store(group=group, name=PRESET, node={})
+                words.append(f"{group}={PRESET}")
+        elif group != "run" and _is_built_in(group, recorded[group]):
             del recorded[group]  # the preset in `typed` replaces it
     directory_words = _directory_words(directory, recorded, typed_values)
     _leave_out(recorded, typed_values, run, directory)
@@ -113,9 +116,16 @@ def _is_another_run(recorded: dict[str, Any], typed: dict[str, str]) -> bool:
         is_in_name = schema_key.partition(".")[0] in GROUPS and (
             schema_key not in KEYS or enters_name(KEYS[schema_key])
         )
-        if is_in_name and parse_value(value) != flat.get(key):
+        if is_in_name and _value_of(value) != flat.get(key):
             return True
     return False
+
+
+def _value_of(text: str) -> Any:
+    """Return the value of a typed text as Hydra reads it, or the text if it cannot."""
+    with contextlib.suppress(HydraException):
+        return OverridesParser.create().parse_override(f"key={text}").value()
+    return text
 
 
 def _leave_out(recorded: dict[str, Any], typed: dict[str, str], run: str, directory: Path) -> None:

@@ -1,12 +1,15 @@
 """The words with which a user confirms recorded values that are not trusted."""
 
 import contextlib
+import re
 from pathlib import Path
 from typing import Any
 
 from mingpt_ddp.config.compose.hydra_utils import config_flags, hydra_value
 from mingpt_ddp.config.recorded import untrusted_values
 from mingpt_ddp.storage.yaml_and_json import read_yaml
+
+PLAIN = r"[\w./:+-]*[/.][\w./:+-]*[a-zA-Z]"  # a path or URL that Hydra reads without quotes
 
 
 def words_to_type(directory: Path, recorded: dict[str, Any]) -> list[str]:
@@ -16,7 +19,10 @@ def words_to_type(directory: Path, recorded: dict[str, Any]) -> list[str]:
         recorded: The configuration of the run by dotted key.
     """
     untrusted = untrusted_values(recorded)
-    words = [f"{key}={hydra_value(value)}" for key, value in untrusted.items()]
+    words = []
+    for key, value in untrusted.items():
+        is_plain = isinstance(value, str) and re.fullmatch(PLAIN, value)
+        words.append(f"{key}={value if is_plain else hydra_value(value)}")
     if any(key.endswith(".code") for key in untrusted):
         flags = ["--config-dir=DIR"]
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -87,6 +87,22 @@ def test_the_run_goes_on_unless_its_numbers_change(typed, goes_on, tmp_path):
     assert config["run"]["name"] == ("sweep/lr=1" if goes_on else None)
 
 
+def test_a_typed_value_counts_as_hydra_reads_it(tmp_path):
+    """As on the line that a report prints for a run from weights at a URL."""
+    run = recorded(tmp_path, run__init_from="s3://weights/a b")
+    same = ['run.init_from="s3://weights/a b"', "optimizer.betas=[0.9,0.99]", "model.bias=False"]
+    assert composed(run, *same)["run"]["name"] == "run"
+    assert composed(run, *same, "optimizer.betas=[0.9,0.98]")["run"]["name"] is None
+
+
+def test_a_typed_preset_replaces_the_recorded_group(tmp_path):
+    run = recorded(tmp_path, "tracker.project=old", "ddp.backend=nccl", "trainer.log_every=7")
+    config = composed(run, "tracker=mlflow", "ddp=gloo", "trainer=default")
+    assert (config["tracker"]["mlflow"], config["tracker"]["project"]) == (True, "mingpt_ddp")
+    assert config["ddp"]["backend"] == "gloo"
+    assert config["trainer"]["log_every"] != 7
+
+
 def test_one_limit_and_one_batch_size(tmp_path):
     run = recorded(tmp_path, "trainer.max_steps=50", "trainer.batch_size=8")
     trainer = composed(run, "trainer.max_epochs=3")["trainer"]
