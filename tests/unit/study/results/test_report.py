@@ -265,8 +265,8 @@ def test_without_plotly_the_table_is_printed(tmp_path, monkeypatch):
     [
         ({}, []),
         # what the command takes from a command line only
-        ({"snapshot.path": "s3://mine/x"}, ['snapshot.path="s3://mine/x"']),
-        ({"model.code": "mine.py"}, ["--config-dir=DIR", 'model.code="mine.py"']),
+        ({"snapshot.path": "s3://mine/x"}, ["snapshot.path=s3://mine/x"]),
+        ({"model.code": "mine.py"}, ["--config-dir=DIR", "model.code=mine.py"]),
     ],
     ids=str,
 )
