@@ -95,7 +95,11 @@ def _directory_words(directory: Path, recorded: dict[str, Any], typed: dict[str,
     Leave out the keys that the command line has.
     """
     depth = str(recorded["run"].get("name") or "").count("/") + 1  # a name may be sweep/job
-    names = {"root": str(directory.parents[depth - 1]), "name": "/".join(directory.parts[-depth:])}
+    root = directory.parents[depth - 1]
+    as_recorded = str(recorded["run"].get("root"))
+    if os.path.realpath(as_recorded) == str(root):  # the same directory, named as before
+        root = Path(as_recorded)
+    names = {"root": str(root), "name": "/".join(directory.parts[-depth:])}
     if _is_another_run(recorded, typed):
         del names["name"]
     words = []

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from launching import ROOT, TINY, Job, call, committed, last_step, python_main, torchrun, wait_for
-from runs import fail, read_history, read_result, succeed, train, weights
+from runs import fail, read_history, read_result, recorded_config, succeed, train, weights
 
 SHORT = [
     *TINY,
@@ -180,6 +180,21 @@ def test_tokenizers_are_ranked_by_bits_per_byte(workers, tmp_path):
     assert same == values
     assert "sweep: 2 jobs, 2 already complete, 0 failed" in again
     assert again.count("already complete, bits per byte ") == 2
+
+
+def test_values_in_pairs(tmp_path):
+    """Two lists side by side, in all combinations with a third."""
+    pairs = ["optimizer.lr=1e-3,2e-3", "model.n_embd=24,48"]
+    words = [*SHORT, "sweep.zip=[optimizer.lr,model.n_embd]", *pairs, "run.seed=1,2"]
+    command = single_process(*words, "run.name=sweep")
+    assert "sweep: 4 jobs, 0 already complete, 0 failed" in succeed(command, tmp_path)
+    trained = set()
+    for path in (tmp_path / "outputs" / "sweep").glob("*/result.json"):
+        config = recorded_config(path.parent)
+        model, optimizer = config["model"], config["optimizer"]
+        trained.add((optimizer["lr"], model["n_embd"], config["run"]["seed"]))
+    assert trained == {(1e-3, 24, 1), (1e-3, 24, 2), (2e-3, 48, 1), (2e-3, 48, 2)}
+    assert "sweep: 4 jobs, 4 already complete, 0 failed" in succeed(command, tmp_path)
 
 
 COUNT = """

@@ -8,13 +8,14 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.compose.hydra_errors import explain
 from mingpt_ddp.config.compose.resolve import to_job
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.hints import known_keys, suggest
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.device.machine import check_machine
 from mingpt_ddp.distributed.env import DistEnv
@@ -125,7 +126,12 @@ def check_zip(config: DictConfig, overrides: list[Override]) -> list[str]:
     Raises:
         ConfigError: They do not, or one of them has a single value.
     """
-    keys = [*map(str, config.sweep.zip or ())]
+    zipped = config.sweep.zip
+    check(
+        zipped is None or isinstance(zipped, ListConfig),
+        f"sweep.zip={zipped} must be a list of keys, as in sweep.zip=[optimizer.lr,model.n_embd]",
+    )
+    keys = [*map(str, zipped or ())]
     check(
         not keys or (config.sweep.sampler is None and has_own_sweeper(config)),
         "sweep.zip is for lists of values, not for a search or another sweeper; leave it out",
@@ -135,7 +141,8 @@ def check_zip(config: DictConfig, overrides: list[Override]) -> list[str]:
         if override.is_sweep_override():
             counts[override.get_key_element()] = len(expand(override))
     for key in keys:
-        check(key in counts, f"sweep.zip has {key}, which has no list of values, as in {key}=A,B")
+        hint = f", as in {key}=A,B" if key in known_keys() else suggest(key)
+        check(key in counts, f"sweep.zip has {key}, which has no list of values{hint}")
     lengths = [f"{key} has {counts[key]}" for key in keys]
     check(
         len({counts[key] for key in keys}) <= 1,

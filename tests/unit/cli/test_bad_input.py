@@ -254,6 +254,22 @@ SWEEPS = [
         "config error: optimizer.lr=interval(1e-4,1e-3) is for a search",
     ),
     (
+        "-m sweep.zip=optimizer.lr optimizer.lr=1,2",
+        "config error: sweep.zip=optimizer.lr must be a list of keys, as in sweep.zip=[optimizer",
+    ),
+    (
+        "-m sweep.zip=[optimizer.lr,model.n_emd] optimizer.lr=1,2",
+        "config error: sweep.zip has model.n_emd, which has no list of values; did you mean model",
+    ),
+    (
+        "-m sweep.zip=[optimizer.lr,run.seed] optimizer.lr=1,2",
+        "config error: sweep.zip has run.seed, which has no list of values, as in run.seed=A,B",
+    ),
+    (
+        "-m sweep.zip=[optimizer.lr,run.seed] optimizer.lr=1,2 run.seed=1,2,3",
+        "config error: sweep.zip needs lists of the same length; optimizer.lr has 2, run.seed has",
+    ),
+    (
         "-m hydra.job.chdir=true run.seed=1,2",
         "config error: hydra.job.chdir=true would move the jobs",
     ),
