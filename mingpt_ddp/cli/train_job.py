@@ -72,6 +72,7 @@ def _run(caller: Caller | None, to_words: Callable[[list[str]], list[str]]) -> O
     """
     exits = ProcessExit()
     outcomes = list[Outcome]()
+    ended_by: JobError | None = None
     try:
         if text := hydra_utils.answer(sys.argv[1:]):
             echo(text)
@@ -95,7 +96,7 @@ def _run(caller: Caller | None, to_words: Callable[[list[str]], list[str]]) -> O
     except JobError as error:
         if started_sweep() is None:
             return failed(error)
-        # A sweeper of others has ended at a failed job. The table of its jobs follows.
+        ended_by = error  # a sweeper of others; the table of its jobs follows
     except UserError as error:
         return failed(error)
     except KeyboardInterrupt:  # while other processes run the jobs
@@ -106,7 +107,9 @@ def _run(caller: Caller | None, to_words: Callable[[list[str]], list[str]]) -> O
     logs.to_console(exits.env)
     sweep = started_sweep()
     if sweep is not None:
-        return sweep.finish()
+        outcome = sweep.finish()
+        # An invalid job has not reached the sweep.
+        return failed(ended_by) if ended_by and not outcome.has_failed else outcome
     return outcomes[-1] if outcomes else Outcome(RunStatus.COMPLETE)
 
 
