@@ -60,7 +60,7 @@ def train(
         outcome = _start([], application_job(overrides, nproc), quiet)
     else:
         words = _words(overrides, "train")
-        if {"-m", "--multirun"} & {*words}:
+        if any(map(_is_multirun, words)):
             raise ConfigError("train runs one job; start a sweep with mingpt_ddp.sweep")
         outcome = _start([*words, *_nproc_words(nproc)], None, quiet)
     [directory] = outcome.directories
@@ -121,6 +121,12 @@ def _words(overrides: Iterable[str], function: str) -> list[str]:
             f"{function}(['run.name=a', ...])"
         )
     return words
+
+
+def _is_multirun(word: str) -> bool:
+    """Return True if a word starts a sweep: -m, a prefix of --multirun, or Hydra's key."""
+    is_flag = word.startswith("--m") and "--multirun".startswith(word)
+    return word == "-m" or is_flag or word.lstrip("+").startswith("hydra.mode=")
 
 
 def _nproc_words(nproc: int | str | None) -> list[str]:

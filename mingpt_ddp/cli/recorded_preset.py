@@ -76,6 +76,10 @@ def store_recorded(run: str, typed: list[str]) -> list[str]:
             selector, choice = selected(group, keys)
             advice = f"type its preset, as in --config-dir=DIR {group}=NAME"
             raise ConfigError(f"{group}.{selector}={choice} is in code of yours; {advice}")
+    if "experiment" in typed_values:
+        echo_error(
+            f"experiment={typed_values['experiment']} adds what {run} has not recorded, as code"
+        )
     # Last in the list of presets, so that the recorded values replace those of an experiment.
     node = _node(recorded)
     ConfigStore.instance().store(group=PRESET, name=PRESET, package="_global_", node=node)
@@ -111,7 +115,8 @@ def _directory_words(directory: Path, recorded: dict[str, Any], typed: dict[str,
 
 def _is_another_run(recorded: dict[str, Any], typed: dict[str, str]) -> bool:
     """Return True if the command line changes a key that enters the name of a run."""
-    if {*GROUPS, "experiment"} & typed.keys():  # a preset
+    named = {key.partition(".")[0] for key, field in KEYS.items() if enters_name(field)}
+    if {*named, "experiment"} & typed.keys():  # a preset
         return True
     flat = flatten(recorded)
     for key, value in typed.items():

@@ -75,6 +75,7 @@ def _run(caller: Caller | None, to_words: Callable[[list[str]], list[str]]) -> O
     """
     exits = ProcessExit()
     outcomes = list[Outcome]()
+    ended_by: JobError | None = None
     try:
         if text := hydra_utils.answer(sys.argv[1:]):
             echo(text)
@@ -98,7 +99,8 @@ def _run(caller: Caller | None, to_words: Callable[[list[str]], list[str]]) -> O
     except JobError as error:
         if started_sweep() is None:
             return failed(error)
-        # Another sweeper ends at its first failed job. Print the table of its jobs below.
+        # Another sweeper ends at its first failed job. The table of its jobs follows.
+        ended_by = error
     except UserError as error:
         return failed(error)
     except KeyboardInterrupt:  # raised only while other processes run the jobs
@@ -109,7 +111,9 @@ def _run(caller: Caller | None, to_words: Callable[[list[str]], list[str]]) -> O
     logs.to_console(exits.env)
     sweep = started_sweep()
     if sweep is not None:
-        return sweep.finish()
+        outcome = sweep.finish()
+        # An invalid job has not reached the sweep.
+        return failed(ended_by) if ended_by and not outcome.has_failed else outcome
     return outcomes[-1] if outcomes else Outcome(RunStatus.COMPLETE)
 
 

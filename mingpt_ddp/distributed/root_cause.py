@@ -273,6 +273,9 @@ def process_exit() -> Iterator[None]:
     logs.to_console(exits.env)
     try:
         yield
+    except KeyboardInterrupt:
+        log.error("interrupted")
+        exit_process(None, INTERRUPTED)
     except Exception as error:
         exit_with(exits.outcome_of(error))
     exit_process(None, 0)

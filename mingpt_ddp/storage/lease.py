@@ -45,7 +45,8 @@ class Lease:
         self.storage = storage
         self.id = uuid.uuid4().hex
         self._count = 0  # number of heartbeats sent
-        self._stale_id: str | None = None  # id of the owner from whom this process took the lease
+        # The next record of the owner from whom this process took the lease.
+        self._late_record: dict[str, Any] | None = None
         self._new_owner: str | None = None  # the owner who has taken over the lease
         self._stopped = threading.Event()
         try:
@@ -60,7 +61,7 @@ class Lease:
         if owner is None and self.storage.put_if_absent(OWNER, self._record()):
             return
         owner = owner or self._read()  # read again: a record may be damaged for a moment
-        self._stale_id = (owner or {}).get("id")
+        self._late_record = _next_record(owner) if owner else None
         if owner is not None and (dead is None or owner.get("id") != dead):
             self._wait_until_stale(owner)
         self.storage.write(OWNER, self._record())
@@ -123,8 +124,8 @@ class Lease:
         """Check that this process still holds the lease.
 
         Suppose the old owner was suspended between this check and its heartbeat. When it wakes up,
-        it sends the heartbeat, although another process has taken over the lease. The new owner
-        then writes its own record again, and the old owner ends when it reads that record.
+        it sends this one heartbeat, although another process has taken over the lease. The new
+        owner then writes its own record again, and the old owner ends when it reads that record.
 
         Raises:
             RunError: Another process has taken over the lease.
@@ -135,7 +136,7 @@ class Lease:
             owner = self._read() or self._read()
             if owner is None or owner.get("id") == self.id:
                 return
-            if self._stale_id is not None and owner.get("id") == self._stale_id:
+            if owner and owner == self._late_record:
                 self.storage.write(OWNER, self._record())
                 return
             self._new_owner = _describe(owner)
@@ -172,6 +173,14 @@ class LockedError(RunError):
         super().__init__(f"{location} is locked by {owner}, which is still running; {advice}")
         self.location = location
         self.owner = owner
+
+
+def _next_record(owner: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what an owner writes at its next heartbeat, or None for a damaged record."""
+    try:
+        return {**owner, "heartbeat": f"{int(owner['heartbeat']) + 1:015d}"}
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _describe(owner: dict[str, Any]) -> str:

@@ -120,6 +120,27 @@ def test_a_sweep_over_the_loop_as_the_page_says(tmp_path):
     assert len([*(tmp_path / "outputs" / "rates").glob("optimizer.lr=0.0[12]-*")]) == 2
 
 
+def test_a_sweep_over_a_script_after_the_text_has_changed(tmp_path):
+    """The jobs that are complete are of another text: the sweep fails, and trains none."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+        import json, yaml
+        from mingpt_ddp.loop import process_exit, resolve
+
+        with process_exit():
+            job = resolve()
+            result = {"status": "complete", "val_loss": 1.0, "data": {"sha256": 64 * "0"}}
+            job.directory.mkdir(parents=True)
+            (job.directory / "config.yaml").write_text(yaml.safe_dump(job.config.to_dict()))
+            (job.directory / "result.json").write_text(json.dumps(result))
+        """)
+    )
+    command = [*launcher(1), str(script), "-m", *overrides(), "run.name=sweep", "run.seed=1,2"]
+    assert "0 failed" in succeed(command, tmp_path)
+    assert "is not the text that" in fail(command, tmp_path).splitlines()[-1]
+
+
 def test_the_page_documents_what_the_loop_may_import():
     page = (ROOT / "docs" / "python.md").read_text()
     documented = set(re.findall(r"\b(\w+)[(`]", page))

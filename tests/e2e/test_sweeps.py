@@ -281,3 +281,12 @@ def test_two_sweeps_of_the_same_name_do_not_run_concurrently(tmp_path):
     assert first.process.poll() is None, first.text()
     first.kill_tree()
     assert "\nrun error: outputs/sweep is locked by process" in f"\n{text}", text
+
+
+def test_an_invalid_combination_fails_the_sweep_of_another_sweeper(tmp_path):
+    """Each value is valid with the first values of the other keys."""
+    sizes = ["model.n_embd=24,36", "model.n_head=6,8", "model.n_layer=1", "trainer.max_steps=1"]
+    words = [*TINY, "hydra/sweeper=basic", "run.name=sweep", *sizes]
+    *_, last = fail(single_process(*words), tmp_path).splitlines()
+    assert last.startswith("job error: ") and "model.n_head=8" in last
+    assert len([*tmp_path.glob("outputs/sweep/*/result.json")]) == 3

@@ -165,9 +165,9 @@ def _run_one(sweep: Sweep, source: Source, run: Callable[..., Outcome], cfg: Dic
     SignalHandler(exits).install()
     try:
         job = _checked(resolve(cfg, source.swept))
-    except Exception as error:
+        return run(job, sweep.env, sweep, started_at)
+    except Exception as error:  # Hydra's launcher would keep it
         return exits.outcome_of(error, in_sweep=True)
-    return run(job, sweep.env, sweep, started_at)
 
 
 def _run_grid(sweep: Sweep, source: Source, launcher: Launcher) -> None:

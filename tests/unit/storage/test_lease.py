@@ -204,13 +204,18 @@ def test_a_stale_lease_is_taken_over(short_ttl, storage, acquire, dead_owner):
 
 def test_a_late_heartbeat_of_the_former_owner(short_ttl, storage, acquire, dead_owner):
     """It was suspended between its check and its write: it ends, and its successor does not."""
+    stale = owner(storage)
     new = acquire()
-    write_record(storage, id=dead_owner.id, owner="process 1 on elsewhere", heartbeat=7)
+    late = {**stale, "heartbeat": f"{int(stale['heartbeat']) + 1:015d}"}
+    write_record(storage, **late)
     new.check()
     assert owner(storage)["id"] == new.id
     dead_owner.storage.fs.is_cut = False
     with pytest.raises(RunError, match="was taken over by process"):
         dead_owner.check()
+    write_record(storage, **{**late, "heartbeat": f"{int(late['heartbeat']) + 1:015d}"})
+    with pytest.raises(RunError, match="was taken over by process"):  # it has gone on
+        new.check()
 
 
 def test_an_owner_known_to_be_dead_is_not_waited_for(storage, acquire, dead_owner, log_lines):
