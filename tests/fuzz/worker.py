@@ -78,7 +78,7 @@ def stop_before_training() -> None:
     for name in (
         "training.run.build",
         "distributed.launch.launcher.run_with_restarts",
-        "planning.measured.measure",
+        "study.planning.measured.measure",
     ):
         replace_attribute(f"mingpt_ddp.{name}", accept)
     for name in (
@@ -91,12 +91,6 @@ def stop_before_training() -> None:
         "mingpt_ddp.inference.generate.generate",
         lambda model, tokens, count, *rest: generate(model, tokens[:4], min(count, 4), *rest),
     )
-    train = importlib.import_module("mingpt_ddp.cli.commands.train").main
-
-    def execute(path: str, argv: list[str]) -> None:
-        sys.argv = ["main.py", *argv[3:]]
-        train()
-
     for name in (
         "storage.remote.remote.OPERATION_DEADLINE_S",
         "storage.run_directory.LOCK_WAIT_S",
@@ -105,7 +99,7 @@ def stop_before_training() -> None:
         replace_attribute(f"mingpt_ddp.{name}", 1.0)
     # would compose everything twice
     replace_attribute("hydra._internal.hydra.Hydra.get_mode", lambda *args, **kwargs: None)
-    os._exit, os.execv, os.execve = leave, execute, accept
+    os._exit, os.execve = leave, accept
     torch.use_deterministic_algorithms(False)  # imports what the first call needs
     from hydra import compose, initialize_config_dir
 
@@ -222,7 +216,7 @@ def main() -> None:
     for name in (
         *(f"cli.commands.{name}" for name in COMMANDS),
         "training.run",
-        "planning.plan",
+        "study.planning.plan",
         "inference.generate",
     ):
         importlib.import_module(f"mingpt_ddp.{name}")
