@@ -17,9 +17,9 @@ from mingpt_ddp.storage.remote.remote_errors import describe, redact
 from mingpt_ddp.storage.remote.s3 import S3Storage
 from mingpt_ddp.storage.storage import Storage
 
-# The storage of a protocol, if fsspec's filesystem is not enough, and the extra that installs it.
+# The storage of a protocol, if fsspec's filesystem is not enough, and how to install its library.
 STORAGES: dict[str, type[RemoteStorage]] = {"s3": S3Storage, "s3a": S3Storage}
-EXTRAS = {"s3": "s3", "s3a": "s3"}
+INSTALL = dict.fromkeys(("s3", "s3a"), "pip install 'mingpt_ddp[s3]'")
 READ_ONLY = ("http", "https")
 INSTEAD = "use a directory or an object store"
 
@@ -51,8 +51,7 @@ def check_can_open(key: str, url: str, writable: bool = False) -> None:
             raise ConfigError(f"{key}={url}: no such protocol as {protocol}://") from error
         except ImportError as error:
             # fsspec knows which package each protocol needs
-            extra = EXTRAS.get(protocol)
-            advice = f"pip install 'mingpt_ddp[{extra}]'" if extra else str(error)
+            advice = INSTALL.get(protocol, str(error))
             raise ConfigError(f"{key}={url}: {protocol}:// is not installed; {advice}") from error
 
 
