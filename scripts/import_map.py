@@ -6,9 +6,10 @@ imports.
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
+
+from changed_rooms import imports as imported_rooms
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "mingpt_ddp"
@@ -17,21 +18,10 @@ BLOCK = re.compile(r"```mermaid\nflowchart TD\n  %% imports\n.*?```", re.DOTALL)
 
 
 def imports() -> dict[str, set[str]]:
-    """Return the folders that each folder imports, including imports in functions."""
-    folders = {
-        path.name
-        for path in PACKAGE.iterdir()
-        if (path / "__init__.py").exists() and not path.is_symlink()
-    }
-    found: dict[str, set[str]] = {folder: set() for folder in folders}
-    for folder in folders:
-        for path in (PACKAGE / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.ImportFrom) and node.module:
-                    package, *rest = node.module.split(".")
-                    if package == "mingpt_ddp" and rest and rest[0] in folders - {folder}:
-                        found[folder].add(rest[0])
-    return found
+    """Return the folders that each folder imports, also in functions."""
+    folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    folders -= {path.name for path in PACKAGE.iterdir() if path.is_symlink()}
+    return {name: imported_rooms(PACKAGE / name) & folders - {name} for name in folders}
 
 
 def reached(graph: dict[str, set[str]], start: str) -> set[str]:
