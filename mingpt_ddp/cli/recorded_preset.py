@@ -16,11 +16,12 @@ from mingpt_ddp.config.compose.hydra_utils import (
     key_of_group,
     literal,
 )
-from mingpt_ddp.config.config import DEFAULT_CHOICE, KEYS, flatten
+from mingpt_ddp.config.config import KEYS, flatten
 from mingpt_ddp.config.keys.fields import enters_name
 from mingpt_ddp.config.keys.schema import GROUPS, selected
 from mingpt_ddp.config.recorded import (
     as_read_then,
+    class_of,
     is_untrusted,
     untrusted_values,
     with_defaults,
@@ -66,13 +67,13 @@ def store_recorded(run: str, typed: list[str]) -> list[str]:
                 # Select an empty preset. The default one may have keys of another model.
                 ConfigStore.instance().store(group=group, name=PRESET, node={})
                 words.append(f"{group}={PRESET}")
-        elif group != "run" and _is_built_in(group, recorded[group]):
+        elif group != "run" and class_of(group, recorded[group]) is not None:
             del recorded[group]  # the preset in `typed` replaces it
     directory_words = _directory_words(directory, recorded, typed_values)
     _leave_out(recorded, typed_values, run, directory)
     for group, keys in recorded.items():
         has_code = {group, "experiment", f"{group}.code"} & typed_values.keys()
-        if not has_code and not _is_built_in(group, keys):
+        if not has_code and class_of(group, keys) is None:  # no file has registered it
             selector, choice = selected(group, keys)
             advice = f"type its preset, as in --config-dir=DIR {group}=NAME"
             raise ConfigError(f"{group}.{selector}={choice} is in code of yours; {advice}")
@@ -84,13 +85,6 @@ def store_recorded(run: str, typed: list[str]) -> list[str]:
     node = _node(recorded)
     ConfigStore.instance().store(group=PRESET, name=PRESET, package="_global_", node=node)
     return [*words, f"+{PRESET}={PRESET}", *directory_words, *typed]
-
-
-def _is_built_in(group: str, keys: dict[str, Any]) -> bool:
-    """Return True if the recorded model, optimizer or task needs no Python file of the user."""
-    choice = selected(group, keys)[1] or DEFAULT_CHOICE.get(group)
-    is_known = choice is None or isinstance(choice, str)
-    return is_known and choice in GROUPS[group][1]
 
 
 def _directory_words(directory: Path, recorded: dict[str, Any], typed: dict[str, str]) -> list[str]:

@@ -36,7 +36,7 @@ def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
     for group, keys in without_unknown({**values, **LATER_GROUPS, **values}).items():
         selector, _ = selected(group, keys)
         base = BASES["dataset" if selector == "dataset" else group] if selector else None
-        cls = _class_of(group, keys) or base
+        cls = class_of(group, keys) or base
         filled[group] = keys | (default_values(cls) if cls else {}) | keys
     return filled
 
@@ -51,7 +51,7 @@ def without_unknown(values: dict[str, Any]) -> dict[str, Any]:
     for group, keys in values.items():
         if group not in GROUPS:
             continue
-        cls = _class_of(group, keys)
+        cls = class_of(group, keys)
         has_code = group != "data" and keys.get("code") is not None
         known[group] = keys
         if cls is not None:
@@ -85,7 +85,7 @@ def untrusted_values(recorded: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _class_of(group: str, keys: dict[str, Any]) -> type | None:
+def class_of(group: str, keys: dict[str, Any]) -> type | None:
     """Return the dataclass of a group's keys, or None if the selected name is not registered."""
     _, choice = selected(group, keys)
     return GROUPS[group][1].get(DEFAULT_CHOICE.get(group) if choice is None else str(choice))
