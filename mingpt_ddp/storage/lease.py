@@ -176,7 +176,7 @@ class LockedError(RunError):
 
 
 def _next_record(owner: dict[str, Any]) -> dict[str, Any] | None:
-    """Return what an owner writes at its next heartbeat, or None for a damaged record."""
+    """Return the record of an owner after its next heartbeat. None if its record is damaged."""
     try:
         return {**owner, "heartbeat": f"{int(owner['heartbeat']) + 1:015d}"}
     except (KeyError, TypeError, ValueError):

@@ -61,7 +61,7 @@ class Ended:
 
     code: int  # 0 if complete, ddp.preempted_exit_code, or 128 + n if signal n ended it otherwise
     signalled: bool  # True if this process received a signal, perhaps too late for the run
-    error: UserError | None = None  # of the workers, if they had one and could say so
+    error: UserError | None = None  # the first error that a worker has reported
 
 
 async def run_workers(
