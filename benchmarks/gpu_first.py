@@ -154,8 +154,8 @@ def peak_bytes(device: str, words: list[str]) -> int | None:
     import torch
 
     from mingpt_ddp.data.dataloader import plan_batches
-    from mingpt_ddp.distributed.env import DistEnv
     from mingpt_ddp.distributed.runtime import Runtime
+    from mingpt_ddp.process.env import DistEnv
     from mingpt_ddp.tasks import build_task
     from mingpt_ddp.training.train_step import TrainStep
     from mingpt_ddp.training.trainable import build_trainable

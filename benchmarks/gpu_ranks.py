@@ -97,8 +97,8 @@ def compare_losses(device: str, words: list[str]) -> tuple[list[float], list[flo
 
 def losses_of_steps(device: str, words: list[str], in_group: bool) -> list[float]:
     from mingpt_ddp.data.dataloader import plan_batches
-    from mingpt_ddp.distributed.env import DistEnv
     from mingpt_ddp.distributed.runtime import Runtime
+    from mingpt_ddp.process.env import DistEnv
     from mingpt_ddp.tasks import build_task
     from mingpt_ddp.training.train_step import TrainStep
     from mingpt_ddp.training.trainable import build_trainable

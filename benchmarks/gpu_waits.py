@@ -109,10 +109,10 @@ def _count_case(device: str, words: list[str], waits: Waits) -> None:
     import torch
 
     from mingpt_ddp.data.dataloader import plan_batches
-    from mingpt_ddp.distributed.env import DistEnv
     from mingpt_ddp.distributed.runtime import Runtime
     from mingpt_ddp.inference.generate import SamplingParams, generate_text
     from mingpt_ddp.metrics.meters import Meter
+    from mingpt_ddp.process.env import DistEnv
     from mingpt_ddp.snapshots.write.async_writer import AsyncSave, Capture
     from mingpt_ddp.snapshots.write.ledger import Ledger
     from mingpt_ddp.tasks import build_task

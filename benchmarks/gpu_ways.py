@@ -146,8 +146,8 @@ def on_two_ranks(backend: str, calls: int) -> list[float]:
 def exchange_flags(rank: int, port: int, backend: str, calls: int, results: Any) -> None:
     import torch
 
-    from mingpt_ddp.distributed.env import read_env
     from mingpt_ddp.distributed.runtime import Runtime
+    from mingpt_ddp.process.env import read_env
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

@@ -42,10 +42,10 @@ def build(root: str, *overrides: str) -> tuple[Any, Any, Any, Any]:
     """
     import torch
 
-    from mingpt_ddp.distributed.env import read_env
     from mingpt_ddp.distributed.runtime import Runtime
     from mingpt_ddp.models import build_model
     from mingpt_ddp.optim import build_optimizer
+    from mingpt_ddp.process.env import read_env
     from mingpt_ddp.snapshots.manager import SnapshotManager
     from mingpt_ddp.snapshots.write.store import SnapshotStore
 

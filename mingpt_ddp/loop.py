@@ -3,10 +3,10 @@
 from mingpt_ddp.cli.own_script import resolve
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch, plan_batches
-from mingpt_ddp.distributed.env import read_env
-from mingpt_ddp.distributed.root_cause import process_exit
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.meters import Meter
+from mingpt_ddp.process.env import read_env
+from mingpt_ddp.process.root_cause import process_exit
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.tasks import build_task

@@ -38,7 +38,8 @@ COMBINE: dict[Any, Callable[..., Tensor]] = {
 PATCHED = (
     "mingpt_ddp.distributed.group.rendezvous",
     "mingpt_ddp.distributed.watchdog",
-    "mingpt_ddp.distributed.group.failures",
+    "mingpt_ddp.process.failures",
+    "mingpt_ddp.process.job_store",
     "mingpt_ddp.distributed.group.process_group",
 )
 

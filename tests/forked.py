@@ -295,7 +295,7 @@ def make_orphan() -> None:
 
 def run(request: dict[str, Any]) -> None:
     """Become the command."""
-    from mingpt_ddp.interrupts import interrupt_commands
+    from mingpt_ddp.process.interrupts import interrupt_commands
 
     os.setsid()
     Path("/proc/self/comm").write_text("python")

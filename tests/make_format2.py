@@ -28,9 +28,9 @@ if __name__ == "__main__":
 from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
 from mingpt_ddp.config.job import Job
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
+from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.training.run import train_run
 

@@ -18,10 +18,10 @@ from torch.distributed import PrefixStore
 
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.distributed import watchdog
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.group.rendezvous import join_attempt
-from mingpt_ddp.distributed.root_cause import ProcessExit
 from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.process.env import DistEnv
+from mingpt_ddp.process.root_cause import ProcessExit
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.snapshots.write.async_writer import AsyncSave
 from mingpt_ddp.snapshots.write.store import SnapshotStore

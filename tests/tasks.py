@@ -13,8 +13,8 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.keys.model_config import GPTConfig
 from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.data.tokenizers.tokenizer import CharTokenizer, tokenizer_from_state
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.models import count_parameters
+from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.tasks.language_model import LanguageModel
 from mingpt_ddp.training.evaluation.weight_average import WeightAverage
 from mingpt_ddp.training.hooks.actions import Actions

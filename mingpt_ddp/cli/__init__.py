@@ -2,7 +2,7 @@
 
 import sys
 
-from mingpt_ddp.interrupts import interrupt_commands, main_module
+from mingpt_ddp.process.interrupts import interrupt_commands, main_module
 
 COMMANDS = (
     "train",

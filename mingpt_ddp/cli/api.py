@@ -102,7 +102,7 @@ def one_line_errors() -> Iterator[None]:
 
     Without this, Hydra would print a traceback and exit with code 1.
     """
-    from mingpt_ddp.distributed.root_cause import cli_errors
+    from mingpt_ddp.process.root_cause import cli_errors
 
     with cli_errors():
         yield
@@ -146,9 +146,9 @@ def _start(words: list[str], job: str | None, quiet: bool) -> Outcome:
         UserError: The command has failed.
     """
     from mingpt_ddp.config.job import Outcome, RunStatus
-    from mingpt_ddp.distributed.env import SHOWS_PROGRESS, Caller
     from mingpt_ddp.distributed.launch.fork_server import import_path
     from mingpt_ddp.errors import RunError, UserError
+    from mingpt_ddp.process.env import SHOWS_PROGRESS, Caller
 
     with tempfile.TemporaryDirectory(prefix="mingpt_ddp-") as scratch:
         outcome_file = Path(scratch, "outcome.json")

@@ -10,13 +10,13 @@ from typing import Any, TypeAlias, TypeVar
 
 from mingpt_ddp import __version__
 from mingpt_ddp.config.validation import build, check, hint_at, refuse_credentials
-from mingpt_ddp.distributed import logs
-from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher
-from mingpt_ddp.distributed.exit import exit_process
-from mingpt_ddp.distributed.root_cause import cli_errors
 from mingpt_ddp.errors import with_commands
+from mingpt_ddp.process import logs
+from mingpt_ddp.process.env import DistEnv, has_parent_launcher
+from mingpt_ddp.process.exit import exit_process
+from mingpt_ddp.process.root_cause import cli_errors
+from mingpt_ddp.process.terminal import drop_unwritten_log, echo
 from mingpt_ddp.storage.urls import check_can_open
-from mingpt_ddp.terminal import drop_unwritten_log, echo
 
 T = TypeVar("T")
 Command: TypeAlias = Callable[[Any], int]  # a dataclass in, an exit code out

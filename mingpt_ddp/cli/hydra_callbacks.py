@@ -10,9 +10,9 @@ from omegaconf import DictConfig
 from mingpt_ddp.config.compose.hydra_errors import explain
 from mingpt_ddp.config.compose.hydra_keys import check_hydra_keys
 from mingpt_ddp.config.job import EndsProcess
-from mingpt_ddp.distributed.env import read_env
-from mingpt_ddp.distributed.root_cause import failed
 from mingpt_ddp.errors import ConfigError, UserError
+from mingpt_ddp.process.env import read_env
+from mingpt_ddp.process.root_cause import failed
 
 if TYPE_CHECKING:
     from mingpt_ddp.study.sweeps.sweep import Sweep

@@ -11,10 +11,10 @@ from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.compose import resolve as from_hydra
 from mingpt_ddp.config.compose.hydra_errors import explain
 from mingpt_ddp.config.job import EndsProcess, Job, Outcome, RunStatus, run_name
-from mingpt_ddp.distributed.env import read_env, take_caller
-from mingpt_ddp.distributed.root_cause import exit_with
 from mingpt_ddp.errors import ConfigError, UserError
-from mingpt_ddp.terminal import echo
+from mingpt_ddp.process.env import read_env, take_caller
+from mingpt_ddp.process.root_cause import exit_with
+from mingpt_ddp.process.terminal import echo
 from mingpt_ddp.training.start.checked_job import checked_job
 from mingpt_ddp.training.start.command_line import prepare_command_line
 

@@ -28,9 +28,9 @@ from mingpt_ddp.config.recorded import (
 )
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.errors import LONGEST_LINE, ConfigError
+from mingpt_ddp.process.terminal import echo_error
 from mingpt_ddp.storage.recorded_words import words_to_type
 from mingpt_ddp.storage.run_directory import recorded_config
-from mingpt_ddp.terminal import echo_error
 
 PRESET = "recorded"
 

@@ -18,13 +18,13 @@ from mingpt_ddp.config.compose.hydra_utils import hydra_value
 from mingpt_ddp.config.config import decides_bits
 from mingpt_ddp.config.recorded import is_untrusted
 from mingpt_ddp.config.validation import check
-from mingpt_ddp.interrupts import raise_interrupts
+from mingpt_ddp.process.interrupts import raise_interrupts
+from mingpt_ddp.process.terminal import echo, echo_error
 from mingpt_ddp.snapshots.format import TENSOR_KINDS, WEIGHT_KINDS, directory_name
 from mingpt_ddp.snapshots.hashes import Hashes, hash_snapshot
 from mingpt_ddp.snapshots.write.ledger import LEDGER, Ledger
 from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.storage.code_identity import describe_change, recorded_code
-from mingpt_ddp.terminal import echo, echo_error
 
 CONFIRMED = 0
 REFUTED = 1

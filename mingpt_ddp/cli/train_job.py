@@ -20,9 +20,11 @@ from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.compose.hydra_errors import explain
 from mingpt_ddp.config.compose.resolve import resolve
 from mingpt_ddp.config.job import EndsProcess, Job, Outcome, Reporter, RunStatus
-from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.device.machine import check_machine
-from mingpt_ddp.distributed.env import (
+from mingpt_ddp.distributed.launch.channels import WorkerEnds
+from mingpt_ddp.errors import ConfigError, JobError, UserError
+from mingpt_ddp.process import logs
+from mingpt_ddp.process.env import (
     Caller,
     DistEnv,
     has_parent_launcher,
@@ -30,15 +32,13 @@ from mingpt_ddp.distributed.env import (
     read_env,
     take_caller,
 )
-from mingpt_ddp.distributed.exit import exit_process
-from mingpt_ddp.distributed.launch.channels import WorkerEnds
-from mingpt_ddp.distributed.parent_watch import die_with_parent
-from mingpt_ddp.distributed.root_cause import ProcessExit, exit_with, failed
-from mingpt_ddp.distributed.signals import SignalHandler
-from mingpt_ddp.errors import ConfigError, JobError, UserError
-from mingpt_ddp.interrupts import INTERRUPTED
+from mingpt_ddp.process.exit import exit_process
+from mingpt_ddp.process.interrupts import INTERRUPTED
+from mingpt_ddp.process.parent_watch import die_with_parent
+from mingpt_ddp.process.root_cause import ProcessExit, exit_with, failed
+from mingpt_ddp.process.signals import SignalHandler
+from mingpt_ddp.process.terminal import echo, escape_what_streams_cannot_encode
 from mingpt_ddp.storage.urls import check_text
-from mingpt_ddp.terminal import echo, escape_what_streams_cannot_encode
 from mingpt_ddp.training.run_job import SingleRun, run_job
 from mingpt_ddp.training.start.checked_job import checked_job
 from mingpt_ddp.training.start.command_line import prepare_command_line

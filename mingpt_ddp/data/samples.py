@@ -22,9 +22,9 @@ from mingpt_ddp.config.keys.components import DatasetConfig
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
 from mingpt_ddp.data.rng import derive_seed, feistel_permute
 from mingpt_ddp.errors import CodeError, DataError
-from mingpt_ddp.interrupts import SIGNALS
-from mingpt_ddp.linux import die_with_parent
-from mingpt_ddp.storage.sockets import make_socket_directory
+from mingpt_ddp.process.interrupts import SIGNALS
+from mingpt_ddp.process.linux import die_with_parent
+from mingpt_ddp.process.sockets import make_socket_directory
 
 Key = tuple[int, int]  # epoch and index of a sample
 MAX_BATCH = 256  # samples of a batch in evaluation

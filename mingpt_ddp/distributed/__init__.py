@@ -1,6 +1,6 @@
 """Ranks: environment, process group, strategies, watchdog, launcher, signals, exit codes."""
 
-from mingpt_ddp.distributed.env import read_env
+from mingpt_ddp.process.env import read_env
 
 
 def get_rank() -> int:

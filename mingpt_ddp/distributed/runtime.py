@@ -19,14 +19,14 @@ from mingpt_ddp.distributed.device.device import (
     set_up_device,
 )
 from mingpt_ddp.distributed.device.machine import canonical_threads
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
-from mingpt_ddp.distributed.root_cause import ProcessExit
 from mingpt_ddp.distributed.strategies import build_strategy, check_strategy
 from mingpt_ddp.distributed.strategies.single import SingleStrategy, for_one_rank
 from mingpt_ddp.distributed.strategies.tensor_split import check_tensor_parallel
 from mingpt_ddp.distributed.watchdog import Watchdog
 from mingpt_ddp.models.ops import DTYPES
+from mingpt_ddp.process.env import DistEnv
+from mingpt_ddp.process.root_cause import ProcessExit
 
 
 class Runtime:

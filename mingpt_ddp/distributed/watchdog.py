@@ -15,17 +15,18 @@ import time
 import traceback
 from typing import Any, NoReturn
 
-from mingpt_ddp.distributed.exit import FAILURE, USER_ERROR, exit_process
-from mingpt_ddp.distributed.group.failures import FIRST_FAILURE, Failures
 from mingpt_ddp.distributed.group.process_group import (
     FIRST_HEARTBEAT,
     PREPARING,
     STARTING,
     ProcessGroup,
 )
-from mingpt_ddp.distributed.group.rendezvous import TIMEOUT_FRACTION, get_now
-from mingpt_ddp.distributed.parent_watch import kill_stopped_siblings
-from mingpt_ddp.distributed.root_cause import AGENT_POLL_S, ProcessExit
+from mingpt_ddp.distributed.group.rendezvous import TIMEOUT_FRACTION
+from mingpt_ddp.process.exit import FAILURE, USER_ERROR, exit_process
+from mingpt_ddp.process.failures import FIRST_FAILURE, Failures
+from mingpt_ddp.process.job_store import get_now
+from mingpt_ddp.process.parent_watch import kill_stopped_siblings
+from mingpt_ddp.process.root_cause import AGENT_POLL_S, ProcessExit
 from mingpt_ddp.torch_internals import clone_store
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,6 @@ import yaml
 from torch import nn
 
 from mingpt_ddp.data.dataloader import Loader
-from mingpt_ddp.distributed.logs import progress_bar
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import duration
 from mingpt_ddp.metrics.jsonl import METRICS, HistoryEnd, JSONLLogger, own_metrics
@@ -20,6 +19,7 @@ from mingpt_ddp.metrics.start_times import StartTimes
 from mingpt_ddp.metrics.stragglers import slowest_rank
 from mingpt_ddp.metrics.trackers.sending import Sender
 from mingpt_ddp.metrics.trackers.tensorboard import TensorBoardLogger
+from mingpt_ddp.process.logs import progress_bar
 from mingpt_ddp.tasks.task import Task
 
 log = logging.getLogger(__name__)

@@ -6,13 +6,13 @@ import logging
 from mingpt_ddp.config.builders import code_roots
 from mingpt_ddp.config.job import Job, RunStatus
 from mingpt_ddp.data.dataloader import plan_batches
-from mingpt_ddp.distributed.env import process_start_time
 from mingpt_ddp.distributed.launch.channels import Judge
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.metrics.profiling import snapshot_when_out_of_memory
 from mingpt_ddp.metrics.start_times import StartTimes
+from mingpt_ddp.process.env import process_start_time
+from mingpt_ddp.process.signals import SignalHandler
 from mingpt_ddp.storage.code_identity import start_reading
 from mingpt_ddp.training.after_evaluation import Validation
 from mingpt_ddp.training.anomaly import AnomalyPolicy

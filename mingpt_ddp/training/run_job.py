@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mingpt_ddp.config.job import Job, Outcome, Reporter, RunStatus, run_name
 from mingpt_ddp.distributed.device.machine import threads_per_worker
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.launch.channels import Judge
 from mingpt_ddp.distributed.launch.launcher import Ended, Launch, run_workers
 from mingpt_ddp.distributed.launch.slots import Slot
 from mingpt_ddp.distributed.launch.workers import SignalForwarder
-from mingpt_ddp.distributed.root_cause import ProcessExit
-from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.errors import JobError
+from mingpt_ddp.process.env import DistEnv
+from mingpt_ddp.process.root_cause import ProcessExit
+from mingpt_ddp.process.signals import SignalHandler
 from mingpt_ddp.storage.run_directory import next_free_name, read_result
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ from tasks import gpt_config, take_step, text_task
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.data.dataloader import BatchPlan, TokenLoader, plan_batches
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.inference.decoding import prepare
 from mingpt_ddp.inference.generate import SamplingParams, generate, sample_token
 from mingpt_ddp.metrics.meters import Meter
 from mingpt_ddp.models import build_model
+from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.snapshots.write.async_writer import AsyncSave, Capture
 from mingpt_ddp.snapshots.write.ledger import Ledger

@@ -23,8 +23,8 @@ from fake_gpu.device import GPUS, fake_cuda
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.config.keys.schema import DDPConfig
 from mingpt_ddp.distributed import runtime
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.group import process_group
+from mingpt_ddp.process.env import DistEnv
 
 
 class FakeGroup(process_group.ProcessGroup):

@@ -70,8 +70,8 @@ def composed(*presets: str) -> DictConfig:
 
 def train_in_turn(configs: list[dict[str, Any]]) -> list[float]:
     """Train one run after the other in this rank, as in a sweep; return their validation losses."""
-    from mingpt_ddp.distributed.env import read_env
     from mingpt_ddp.distributed.runtime import Runtime
+    from mingpt_ddp.process.env import read_env
     from mingpt_ddp.training.run import train_run
 
     losses = []

@@ -17,12 +17,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.config.job import Job
-from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed import runtime as runtime_module
-from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.models import GPT
+from mingpt_ddp.process import logs
+from mingpt_ddp.process.env import read_env
 from mingpt_ddp.training import train_step
 from mingpt_ddp.training.run import train_run
 from mingpt_ddp.training.start import stages

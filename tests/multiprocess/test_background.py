@@ -19,9 +19,9 @@ from launching import TINY, committed, wait_for
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.config.job import Job
-from mingpt_ddp.distributed import logs
-from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.process import logs
+from mingpt_ddp.process.env import read_env
 from mingpt_ddp.snapshots import format, manager
 from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state

@@ -15,12 +15,12 @@ import torch
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.data.dataset import EncodedText
-from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.group.json_collectives import SHORT_BYTES
 from mingpt_ddp.distributed.group.process_group import PREPARING, STARTING
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.watchdog import BLOCKED_S
 from mingpt_ddp.errors import DataError, RunError, TrainingError, UserError
+from mingpt_ddp.process.env import read_env
 from mingpt_ddp.tasks import build_task
 from multiprocess.ranks import configure, run_ranks
 

@@ -24,12 +24,12 @@ from launching import TINY
 from mingpt_ddp.config.builders import run_file
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.config.job import Job
-from mingpt_ddp.distributed import logs
-from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.group import shared_memory
 from mingpt_ddp.distributed.group.shared_memory import SharedMemoryGroup, connect_local_ranks
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.models import GPT
+from mingpt_ddp.process import logs
+from mingpt_ddp.process.env import read_env
 from mingpt_ddp.training.run import train_run
 from multiprocess.ranks import Ranks, configure, run_ranks
 

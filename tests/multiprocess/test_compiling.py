@@ -16,12 +16,12 @@ from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.config.job import Job
 from mingpt_ddp.data.dataloader import plan_batches
 from mingpt_ddp.distributed.device import compile as compiling
-from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.distributed.strategies.single import SingleStrategy
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import build_model
+from mingpt_ddp.process.env import read_env
 from mingpt_ddp.training.run import train_run
 from multiprocess.ranks import Ranks, configure
 

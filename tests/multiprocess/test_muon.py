@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.optim import muon
 from mingpt_ddp.optim.muon import Muon
+from mingpt_ddp.process.env import read_env
 from multiprocess.ranks import configure, run_ranks
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from launching import TINY
 
-from mingpt_ddp.distributed import logs
-from mingpt_ddp.distributed.env import read_env
+from mingpt_ddp.process import logs
+from mingpt_ddp.process.env import read_env
 from multiprocess.ranks import configure, run_ranks, train_in_turn
 
 STEPS = [

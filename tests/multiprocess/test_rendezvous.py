@@ -14,9 +14,9 @@ from ports import free_port
 from torch.distributed import TCPStore
 
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import RunError
+from mingpt_ddp.process.env import read_env
 from multiprocess.ranks import Ranks, configure
 
 WORLD = 3

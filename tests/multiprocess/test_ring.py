@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mingpt_ddp.config.builders import BUILDERS, run_file
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.process.env import read_env
 from multiprocess.ranks import configure, run_ranks
 
 # some below the number of ranks, most not divisible by it

@@ -15,9 +15,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.config.job import Job
 from mingpt_ddp.data.dataloader import TokenLoader
-from mingpt_ddp.distributed import logs
-from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.process import logs
+from mingpt_ddp.process.env import read_env
 from mingpt_ddp.training.run import train_run
 from multiprocess.ranks import configure, run_ranks
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.config.job import Job
 from mingpt_ddp.data import dataloader
-from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError, UserError
+from mingpt_ddp.process.env import read_env
 from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.training import run as composition
 from mingpt_ddp.training.start import stages

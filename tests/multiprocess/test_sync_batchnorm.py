@@ -16,8 +16,8 @@ from torch import nn
 
 from mingpt_ddp.config.builders import run_file
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.process.env import read_env
 from multiprocess.ranks import configure, run_ranks
 
 SHAPE = (12, 3, 4, 5)

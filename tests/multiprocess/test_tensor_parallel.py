@@ -19,11 +19,11 @@ from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.config.job import run_name
 from mingpt_ddp.data.dataloader import TokenLoader, plan_batches
 from mingpt_ddp.data.rng import seed_everything
-from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies.tensor_split import gather
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.inference.generate import SamplingParams, generate
+from mingpt_ddp.process.env import read_env
 from mingpt_ddp.snapshots.state_dict import model_state
 from mingpt_ddp.storage.run_directory import read_result
 from mingpt_ddp.tasks import build_task

@@ -21,9 +21,9 @@ from mingpt_ddp.data import dataloader
 from mingpt_ddp.data.dataset import TextDataset
 from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.data.rng import seed_everything
-from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.models import build_model
+from mingpt_ddp.process.env import read_env
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.training.evaluation.evaluator import Evaluator
 from multiprocess.ranks import configure, run_ranks, train_in_turn

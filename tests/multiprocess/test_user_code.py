@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from mingpt_ddp import torch_internals
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.config.job import Job
-from mingpt_ddp.distributed import logs
-from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.process import logs
+from mingpt_ddp.process.env import read_env
 from mingpt_ddp.registry import ModelConfig, register
 from mingpt_ddp.snapshots import format as snapshot_format
 from mingpt_ddp.training.run import train_run

@@ -18,8 +18,8 @@ import sys
 
 from mingpt_ddp.cli.arguments import answer
 from mingpt_ddp.cli.commands import train
-from mingpt_ddp.distributed.root_cause import cli_errors
-from mingpt_ddp.terminal import echo
+from mingpt_ddp.process.root_cause import cli_errors
+from mingpt_ddp.process.terminal import echo
 
 
 def main() -> None:

@@ -30,10 +30,10 @@ from mingpt_ddp.config.config import DEFAULT_CHOICE, Config, from_mapping
 from mingpt_ddp.config.recorded import as_read_then, without_unknown
 from mingpt_ddp.config.user_code import is_user_defined
 from mingpt_ddp.config.validation import NotRegisteredError, check
-from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.errors import ConfigError, DataError, SnapshotError
+from mingpt_ddp.process.env import read_env
+from mingpt_ddp.process.terminal import echo
 from mingpt_ddp.storage.urls import check_can_open
-from mingpt_ddp.terminal import echo
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

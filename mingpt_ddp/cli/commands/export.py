@@ -13,11 +13,11 @@ import yaml
 
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.errors import RunError, reason
-from mingpt_ddp.interrupts import raise_interrupts
+from mingpt_ddp.process.interrupts import raise_interrupts
+from mingpt_ddp.process.terminal import echo
 from mingpt_ddp.snapshots.format import MANIFEST, step_of
 from mingpt_ddp.snapshots.read.load import Step
 from mingpt_ddp.storage.storage import atomic_write, sync_directory
-from mingpt_ddp.terminal import echo
 
 
 @dataclass(frozen=True)

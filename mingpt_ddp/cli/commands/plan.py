@@ -29,13 +29,13 @@ from mingpt_ddp.config.compose.hydra_errors import explain
 from mingpt_ddp.config.compose.resolve import resolve
 from mingpt_ddp.config.keys.fields import PositiveInt
 from mingpt_ddp.config.validation import build, check
-from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.exit import exit_process
-from mingpt_ddp.distributed.root_cause import cli_errors
 from mingpt_ddp.errors import ConfigError, duration
 from mingpt_ddp.metrics.gpus import Machine
 from mingpt_ddp.metrics.text_table import table_lines
-from mingpt_ddp.terminal import echo
+from mingpt_ddp.process.env import DistEnv
+from mingpt_ddp.process.exit import exit_process
+from mingpt_ddp.process.root_cause import cli_errors
+from mingpt_ddp.process.terminal import echo
 from mingpt_ddp.training.start.checked_job import checked_job
 from mingpt_ddp.training.start.command_line import prepare_command_line
 

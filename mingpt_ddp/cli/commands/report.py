@@ -44,12 +44,12 @@ from typing import Literal
 from mingpt_ddp.cli.arguments import run_command
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.errors import RunError
-from mingpt_ddp.interrupts import raise_interrupts
+from mingpt_ddp.process.interrupts import raise_interrupts
+from mingpt_ddp.process.terminal import echo
 from mingpt_ddp.study.results.analysis.verdict import verdict
 from mingpt_ddp.study.results.report import page_path, report, watch
 from mingpt_ddp.study.results.report_json import json_report
 from mingpt_ddp.study.results.results import read_results
-from mingpt_ddp.terminal import echo
 
 COMPARE = "compare"
 WATCH = "watch"

@@ -21,7 +21,7 @@ from pathlib import Path
 from mingpt_ddp.cli.arguments import run_command
 from mingpt_ddp.cli.sample_config import SampleConfig
 from mingpt_ddp.errors import DataError, SnapshotError
-from mingpt_ddp.terminal import echo
+from mingpt_ddp.process.terminal import echo
 
 
 def main() -> None:

@@ -32,6 +32,7 @@ from mingpt_ddp.cli.commands.export import export
 from mingpt_ddp.config.keys.fields import PositiveInt
 from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.metrics.text_table import table_lines
+from mingpt_ddp.process.terminal import echo
 from mingpt_ddp.snapshots.format import (
     CorruptSnapshotError,
     IncompleteSnapshotError,
@@ -45,7 +46,6 @@ from mingpt_ddp.storage.lock import LOCK, acquire_lock
 from mingpt_ddp.storage.remote.remote import RemoteStorage
 from mingpt_ddp.storage.storage import Storage
 from mingpt_ddp.storage.urls import open_storage
-from mingpt_ddp.terminal import echo
 
 HEADINGS = (
     "step",

@@ -4,12 +4,12 @@ import contextlib
 import sys
 from collections.abc import Callable
 
-from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.launch.fork_server import server_pid, start_server
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.interrupts import interrupt_commands
-from mingpt_ddp.linux import kill
-from mingpt_ddp.storage.sockets import delete_socket_directory
+from mingpt_ddp.process.env import read_env
+from mingpt_ddp.process.interrupts import interrupt_commands
+from mingpt_ddp.process.linux import kill
+from mingpt_ddp.process.sockets import delete_socket_directory
 
 
 def main(to_words: Callable[[list[str]], list[str]] = list) -> None:

@@ -32,10 +32,10 @@ from hydra.errors import HydraException
 
 from mingpt_ddp.cli.arguments import answer
 from mingpt_ddp.config.validation import check, refuse_credentials
-from mingpt_ddp.distributed.root_cause import cli_errors
-from mingpt_ddp.interrupts import raise_interrupts
+from mingpt_ddp.process.interrupts import raise_interrupts
+from mingpt_ddp.process.root_cause import cli_errors
+from mingpt_ddp.process.terminal import echo
 from mingpt_ddp.study.versions.comparison import compare_versions
-from mingpt_ddp.terminal import echo
 
 OWN_KEYS = ("run.seed", "require")
 SEEDS = range(2**63)

@@ -17,9 +17,9 @@ from mingpt_ddp.config.keys.schema import DDPConfig
 from mingpt_ddp.config.keys.trainer_config import TrainerConfig
 from mingpt_ddp.config.user_code import is_user_defined
 from mingpt_ddp.distributed.device.machine import installed_memory
-from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models.ops import resolve_device, resolve_precision
+from mingpt_ddp.process.env import DistEnv, has_parent_launcher
 
 # In a RuntimeError of torch: of CUDA and NCCL, cuBLAS and cuDNN, the CPU's allocator, C++.
 OUT_OF_MEMORY = ("out of memory", "status_alloc_failed", "can't allocate memory", "bad_alloc")

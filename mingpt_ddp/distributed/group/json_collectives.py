@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import RunError, TrainingError, UserError, pack_error, unpack_error
+from mingpt_ddp.process.env import DistEnv
 
 T = TypeVar("T")
 D = TypeVar("D")

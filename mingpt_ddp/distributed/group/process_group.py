@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mingpt_ddp.config.keys.schema import DDPConfig
 from mingpt_ddp.distributed.device.device import refuse_shared_gpus
-from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.group.failures import Failures
 from mingpt_ddp.distributed.group.json_collectives import JsonCollectives
 from mingpt_ddp.distributed.group.rendezvous import join
 from mingpt_ddp.distributed.group.shared_memory import SharedMemoryGroup, connect_local_ranks
 from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.process.env import DistEnv
+from mingpt_ddp.process.failures import Failures
 from mingpt_ddp.storage.lock import log_if_long
 
 T = TypeVar("T")

@@ -11,8 +11,8 @@ from multiprocessing import context, forkserver, process, resource_tracker
 from pathlib import Path
 from typing import Any
 
-from mingpt_ddp.interrupts import SIGNALS
-from mingpt_ddp.storage.sockets import make_socket_directory
+from mingpt_ddp.process.interrupts import SIGNALS
+from mingpt_ddp.process.sockets import make_socket_directory
 
 PRELOADED = [
     "mingpt_ddp.distributed.launch.preload",

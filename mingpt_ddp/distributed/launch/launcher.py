@@ -17,10 +17,7 @@ from typing import Any
 
 from mingpt_ddp.config.job import Job, RunStatus
 from mingpt_ddp.config.keys.schema import DDPConfig
-from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.device.machine import canonical_threads
-from mingpt_ddp.distributed.env import STARTED_AT, DistEnv, worker_environ
-from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, USER_ERROR
 from mingpt_ddp.distributed.launch.channels import Channels, Judge
 from mingpt_ddp.distributed.launch.fork_server import server_pid, start_server, stop_server
 from mingpt_ddp.distributed.launch.local_store import LocalStore
@@ -33,8 +30,11 @@ from mingpt_ddp.distributed.launch.workers import (
     shared_environ,
 )
 from mingpt_ddp.errors import ConfigError, UserError
+from mingpt_ddp.process import logs
+from mingpt_ddp.process.env import STARTED_AT, DistEnv, worker_environ
+from mingpt_ddp.process.exit import EX_TEMPFAIL, FAILURE, USER_ERROR
+from mingpt_ddp.process.sockets import make_socket_directory
 from mingpt_ddp.storage.run_directory import read_result
-from mingpt_ddp.storage.sockets import make_socket_directory
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ def _host_store(env: DistEnv, timeout_s: float) -> None:
 
     This imports torch, as the fork server does meanwhile.
     """
-    from mingpt_ddp.distributed.group.rendezvous import open_store
+    from mingpt_ddp.process.job_store import open_store
 
     open_store(env, 0, timeout_s)
 

@@ -7,7 +7,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from mingpt_ddp.distributed.launch.fork_server import start_process
-from mingpt_ddp.distributed.parent_watch import die_with_parent
+from mingpt_ddp.process.parent_watch import die_with_parent
 
 NAME = "the store of the workers"
 

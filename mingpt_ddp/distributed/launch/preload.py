@@ -2,7 +2,7 @@
 
 import gc
 
-from mingpt_ddp.distributed.parent_watch import die_with_parent
+from mingpt_ddp.process.parent_watch import die_with_parent
 
 die_with_parent()
 gc.set_threshold(20_000)  # the following imports then take two thirds of the time

@@ -8,7 +8,7 @@ from multiprocessing.process import BaseProcess
 
 from mingpt_ddp.distributed.launch.fork_server import server_pid
 from mingpt_ddp.distributed.launch.workers import SignalForwarder
-from mingpt_ddp.linux import STOPPED, kill, read_state
+from mingpt_ddp.process.linux import STOPPED, kill, read_state
 
 log = logging.getLogger(__name__)
 

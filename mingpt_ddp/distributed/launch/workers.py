@@ -12,13 +12,13 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 
 from mingpt_ddp.distributed.device.machine import threads_per_worker
-from mingpt_ddp.distributed.exit import FAILURE
 from mingpt_ddp.distributed.launch.channels import WorkerEnds, readable
 from mingpt_ddp.distributed.launch.fork_server import start_process
 from mingpt_ddp.distributed.launch.slots import bind_cores
-from mingpt_ddp.distributed.parent_watch import die_with_parent
-from mingpt_ddp.interrupts import SIGNALS, handle
-from mingpt_ddp.linux import STOPPED, read_state, set_process_name
+from mingpt_ddp.process.exit import FAILURE
+from mingpt_ddp.process.interrupts import SIGNALS, handle
+from mingpt_ddp.process.linux import STOPPED, read_state, set_process_name
+from mingpt_ddp.process.parent_watch import die_with_parent
 
 COMMAND = "mingpt_ddp.cli.train_job"  # named, not imported, because it is in a higher layer
 INTERRUPT_S = 2.0  # seconds for workers to exit by themselves after a second Ctrl-C

@@ -20,7 +20,6 @@ from mingpt_ddp.data.dataloader import Loader, SupportsResidence
 from mingpt_ddp.distributed.device.compile import allows_compile, should_compile
 from mingpt_ddp.distributed.device.device import device_name, total_memory
 from mingpt_ddp.distributed.device.machine import threads_per_worker
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies.single import for_one_rank
@@ -28,6 +27,7 @@ from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.gpus import GPUS, Machine
 from mingpt_ddp.metrics.mfu import peak_flops_of, vendor_peak_flops
 from mingpt_ddp.models.ops import DTYPES, resolve_device
+from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.study.planning.batch import BatchOnRanks, divide_batch, ranks_row
 from mingpt_ddp.study.planning.doubts import find_doubts
 from mingpt_ddp.study.planning.measured import Measured, measure

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from mingpt_ddp.config.builders import attribute_errors_to_user_code
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.keys.model_config import TransformerConfig, changed_parts
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.strategies.single import for_one_rank
 from mingpt_ddp.errors import ConfigError
@@ -26,6 +25,7 @@ from mingpt_ddp.models.modern import Modern
 from mingpt_ddp.models.ops import DTYPES
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.optim.muon import Muon
+from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.language_model import LanguageModel
 from mingpt_ddp.tasks.task import Task

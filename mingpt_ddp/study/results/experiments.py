@@ -6,9 +6,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mingpt_ddp.errors import reason
+from mingpt_ddp.process.terminal import echo_error
 from mingpt_ddp.storage.lines import append_line
 from mingpt_ddp.study.results.runs import RunRecord
-from mingpt_ddp.terminal import echo_error
 
 EXPERIMENTS = "experiments.jsonl"  # in the directory of the runs
 MAX_BYTES = 1 << 26

@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 from mingpt_ddp.errors import RunError, reason
+from mingpt_ddp.process.terminal import echo
 from mingpt_ddp.storage.storage import atomic_write
 from mingpt_ddp.study.results.report_text import table
 from mingpt_ddp.study.results.results import Results, read_results
 from mingpt_ddp.study.results.runs import find_runs
-from mingpt_ddp.terminal import echo
 
 PAGE = "report.html"
 MAX_NAME = 100  # characters of the joined names of several directories

@@ -18,8 +18,8 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.hints import known_keys, suggest
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.device.machine import check_machine
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.process.env import DistEnv
 
 # Keys that only a search uses.
 OF_SEARCH = ("sweep.trials", "sweep.seed", "sweep.sampler_settings")

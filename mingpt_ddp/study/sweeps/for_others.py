@@ -4,10 +4,10 @@ import logging
 import time
 
 from mingpt_ddp.config.job import EndsProcess, Job, RunStatus, SweepPlace
-from mingpt_ddp.distributed import logs
-from mingpt_ddp.distributed.env import DistEnv, process_start_time
-from mingpt_ddp.distributed.root_cause import exit_with
 from mingpt_ddp.errors import JobError
+from mingpt_ddp.process import logs
+from mingpt_ddp.process.env import DistEnv, process_start_time
+from mingpt_ddp.process.root_cause import exit_with
 from mingpt_ddp.study.sweeps.ended_jobs import JobRecords
 from mingpt_ddp.study.sweeps.sweep import Sweep
 from mingpt_ddp.training.run_job import run_job

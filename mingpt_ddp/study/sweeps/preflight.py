@@ -14,8 +14,8 @@ from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.config import flatten
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.device.machine import count_cores
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import counted
+from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.storage.lock import acquire_lock
 from mingpt_ddp.storage.run_directory import WRITTEN_INTO_BY_SWEEP, refuse_links
 from mingpt_ddp.storage.sweep_file import SweepFile

@@ -4,7 +4,7 @@ from collections.abc import Sized
 from pathlib import Path
 
 from mingpt_ddp.config.job import RunStatus
-from mingpt_ddp.distributed import logs
+from mingpt_ddp.process import logs
 from mingpt_ddp.storage.run_directory import read_result
 from mingpt_ddp.study.results.objective import objective_named
 from mingpt_ddp.study.sweeps.sweep import Sweep

@@ -9,8 +9,8 @@ from dataclasses import replace
 from mingpt_ddp.config.job import Job, Outcome, RunStatus
 from mingpt_ddp.distributed.launch.slots import Slot
 from mingpt_ddp.distributed.launch.workers import SignalForwarder
-from mingpt_ddp.distributed.root_cause import ProcessExit, failed
 from mingpt_ddp.errors import UserError
+from mingpt_ddp.process.root_cause import ProcessExit, failed
 from mingpt_ddp.study.results.objective import objective_named
 from mingpt_ddp.study.sweeps.progress_line import ProgressLine
 from mingpt_ddp.study.sweeps.sources import Source

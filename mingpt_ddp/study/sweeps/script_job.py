@@ -9,10 +9,10 @@ import tempfile
 from pathlib import Path
 
 from mingpt_ddp.config.job import Job, Outcome, RunStatus
-from mingpt_ddp.distributed.env import Caller, DistEnv
 from mingpt_ddp.errors import JobError, RunError
-from mingpt_ddp.interrupts import handle
-from mingpt_ddp.linux import die_with_parent
+from mingpt_ddp.process.env import Caller, DistEnv
+from mingpt_ddp.process.interrupts import handle
+from mingpt_ddp.process.linux import die_with_parent
 from mingpt_ddp.training.run_job import Records, name_job
 
 

@@ -14,9 +14,9 @@ from mingpt_ddp.distributed.device.machine import (
     cores,
     count_cores,
 )
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.launch.slots import Slot, divide, visible_gpus
 from mingpt_ddp.errors import ConfigError, command
+from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.study.results.objective import objective_named
 from mingpt_ddp.study.sweeps.checks import has_own_sweeper

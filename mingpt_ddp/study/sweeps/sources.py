@@ -16,7 +16,7 @@ from mingpt_ddp.config.config import LIMITS, Config, named_values
 from mingpt_ddp.config.job import SweepPlace
 from mingpt_ddp.config.keys.sweep_config import SweepConfig
 from mingpt_ddp.config.validation import check
-from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.study.sweeps.checks import choices
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _draw_in_lock_step(draw: Callable[[int], list[str]], env: DistEnv, number: i
     They travel through the key-value store, because they decide how the process group of the job
     is built. The store may still hold the overrides from before a restart, which are the same.
     """
-    from mingpt_ddp.distributed.group.rendezvous import open_store
+    from mingpt_ddp.process.job_store import open_store
 
     store = open_store(env, number, DRAW_TIMEOUT_S)
     env.call_on_rank_zero(lambda: store.set("overrides", json.dumps(draw(number))))

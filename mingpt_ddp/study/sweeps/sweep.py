@@ -11,17 +11,17 @@ from typing import IO, TYPE_CHECKING
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.job import Job, Outcome, Reporter, RunStatus, SweepPlace
 from mingpt_ddp.config.keys.schema import SweepConfig
-from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.exit import FAILURE, USER_ERROR
 from mingpt_ddp.distributed.launch.channels import Judge
 from mingpt_ddp.distributed.launch.slots import Slot
-from mingpt_ddp.distributed.root_cause import failed
 from mingpt_ddp.errors import JobError, OutputError, RunError, counted
+from mingpt_ddp.process.env import DistEnv
+from mingpt_ddp.process.exit import FAILURE, USER_ERROR
+from mingpt_ddp.process.root_cause import failed
+from mingpt_ddp.process.terminal import echo
 from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.study.results.objective import objective_named
 from mingpt_ddp.study.sweeps.ended_jobs import JobRecords
 from mingpt_ddp.study.sweeps.sources import Source
-from mingpt_ddp.terminal import echo
 from mingpt_ddp.training.run_job import Known, Records
 
 if TYPE_CHECKING:

@@ -19,13 +19,13 @@ from mingpt_ddp.config.compose.hydra_errors import explain
 from mingpt_ddp.config.compose.resolve import compose_job, resolve
 from mingpt_ddp.config.job import Job, Outcome, RunStatus, SweepPlace, existing_name
 from mingpt_ddp.config.validation import check
-from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.device.machine import check_machine
-from mingpt_ddp.distributed.exit import FAILURE
-from mingpt_ddp.distributed.root_cause import ProcessExit, failed
-from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.errors import ConfigError, JobError, RunError
-from mingpt_ddp.interrupts import raise_interrupts
+from mingpt_ddp.process import logs
+from mingpt_ddp.process.exit import FAILURE
+from mingpt_ddp.process.interrupts import raise_interrupts
+from mingpt_ddp.process.root_cause import ProcessExit, failed
+from mingpt_ddp.process.signals import SignalHandler
 from mingpt_ddp.storage.run_directory import read_result
 from mingpt_ddp.study.sweeps.scheduler import Scheduler
 from mingpt_ddp.study.sweeps.script_job import run_script

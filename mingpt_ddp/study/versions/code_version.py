@@ -16,7 +16,7 @@ from mingpt_ddp.config.validation import check
 from mingpt_ddp.data.download import user_cache
 from mingpt_ddp.distributed.launch.fork_server import import_path
 from mingpt_ddp.errors import RunError, UserError
-from mingpt_ddp.linux import die_with_parent
+from mingpt_ddp.process.linux import die_with_parent
 from mingpt_ddp.storage.code_identity import (
     PACKAGE,
     TOO_LARGE,

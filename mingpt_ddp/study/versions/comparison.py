@@ -15,6 +15,7 @@ from mingpt_ddp.config.compose.hydra_utils import hydra_value
 from mingpt_ddp.config.job import RunStatus
 from mingpt_ddp.config.keys.components import DataConfig
 from mingpt_ddp.errors import RunError, UserError
+from mingpt_ddp.process.terminal import echo_error
 from mingpt_ddp.storage.code_identity import PACKAGE, changed_files, describe, recorded_code
 from mingpt_ddp.storage.lease import LockedError
 from mingpt_ddp.storage.lock import acquire_lock
@@ -26,7 +27,6 @@ from mingpt_ddp.study.results.experiments import record
 from mingpt_ddp.study.results.objective import TEXT_KEYS
 from mingpt_ddp.study.results.runs import read_jobs
 from mingpt_ddp.study.versions.code_version import Version, find_commit, find_version
-from mingpt_ddp.terminal import echo_error
 
 WORDS_OF_A_JOB = ("run.seed", "run.root", "run.name")
 NOT_IN_NAMES = re.compile(r"[^\w.+-]+", re.ASCII)  # characters to replace in names of directories

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from mingpt_ddp.data.dataloader import Split
-from mingpt_ddp.distributed.logs import progress_bar
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError
 from mingpt_ddp.models import eval_mode
+from mingpt_ddp.process.logs import progress_bar
 from mingpt_ddp.tasks.task import Task, check_metrics
 from mingpt_ddp.training.memory import refuse_out_of_memory
 

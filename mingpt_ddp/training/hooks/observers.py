@@ -9,8 +9,8 @@ from typing import Any
 from mingpt_ddp.config.builders import BUILDERS, attribute_errors_to_user_code
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.launch.channels import Judge
-from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.metrics.trackers.sending import Sender
+from mingpt_ddp.process.signals import SignalHandler
 
 log = logging.getLogger(__name__)
 

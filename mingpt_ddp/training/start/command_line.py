@@ -7,9 +7,9 @@ import sys
 
 from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.validation import refuse_credentials
-from mingpt_ddp.distributed import logs
-from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.terminal import escape_what_streams_cannot_encode
+from mingpt_ddp.process import logs
+from mingpt_ddp.process.env import DistEnv
+from mingpt_ddp.process.terminal import escape_what_streams_cannot_encode
 
 
 def prepare_command_line(env: DistEnv) -> None:

@@ -16,12 +16,12 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.job import Job
 from mingpt_ddp.config.user_code import uses_user_code
 from mingpt_ddp.data.dataloader import Loader, plan_batches
-from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.jsonl import METRICS, HistoryEnd, read_end
 from mingpt_ddp.metrics.trackers.sending import Sender, open_senders
+from mingpt_ddp.process import logs
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.storage.code_identity import Code, recorded_code

@@ -13,12 +13,12 @@ from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.data.dataloader import MicroBatch
 from mingpt_ddp.distributed.device.compile import allows_compile
 from mingpt_ddp.distributed.device.machine import canonical_threads
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.group.ordered_sum import build_reducer
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies.canonical import CanonicalStrategy
 from mingpt_ddp.errors import ConfigError, TrainingError
+from mingpt_ddp.process.env import DistEnv
 
 CPU = torch.device("cpu")
 CANONICAL = ("ddp.reduction=canonical", "trainer.micro_batch_size=3")

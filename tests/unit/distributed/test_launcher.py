@@ -14,10 +14,10 @@ from multiprocessing.synchronize import Barrier
 import pytest
 
 from mingpt_ddp.config.keys.schema import DDPConfig
-from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, USER_ERROR
 from mingpt_ddp.distributed.launch.launcher import run_with_restarts
 from mingpt_ddp.distributed.launch.workers import SignalForwarder, join_workers, shared_environ
-from mingpt_ddp.interrupts import SIGNALS
+from mingpt_ddp.process.exit import EX_TEMPFAIL, FAILURE, USER_ERROR
+from mingpt_ddp.process.interrupts import SIGNALS
 
 TERM, KILLED = signal.SIGTERM, -signal.SIGKILL
 COMPLETE, PREEMPTED = {"status": "complete", "step": 9}, {"status": "preempted", "step": 5}

@@ -6,9 +6,9 @@ import pytest
 from counting import Network
 from torch.distributed import PrefixStore
 
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.group.rendezvous import join_attempt
 from mingpt_ddp.errors import JoinError
+from mingpt_ddp.process.env import DistEnv
 
 
 @pytest.mark.parametrize("limit_s", [0.8, 480.0])

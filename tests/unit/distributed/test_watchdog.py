@@ -12,7 +12,7 @@ import pytest
 from launching import PATIENCE_S
 
 from mingpt_ddp.distributed.watchdog import NO_HEARTBEAT, HangDetector
-from mingpt_ddp.linux import STOPPED, read_state
+from mingpt_ddp.process.linux import STOPPED, read_state
 
 LIMIT_S = 8.0
 # Heartbeats as the numbers of changes of the training thread and of the watchdog, whether the rank
@@ -118,8 +118,8 @@ def test_a_rank_that_sees_rank_zero_alone():
 
 
 KILLER = """
-from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.parent_watch import kill_stopped_siblings
+from mingpt_ddp.process.env import DistEnv
+from mingpt_ddp.process.parent_watch import kill_stopped_siblings
 kill_stopped_siblings(DistEnv(has_agent={has_agent}))
 """
 

@@ -10,9 +10,9 @@ from multiprocess.ranks import configure
 from queued_device import QueuedDevice
 
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.meters import Meter
+from mingpt_ddp.process.env import DistEnv
 
 
 @pytest.fixture(scope="module")

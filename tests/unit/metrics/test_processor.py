@@ -15,7 +15,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from mingpt_ddp.config.config import Config, from_mapping
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError
 from mingpt_ddp.metrics import mfu
@@ -23,6 +22,7 @@ from mingpt_ddp.metrics.jsonl import METRICS
 from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.metrics.start_times import StartTimes
 from mingpt_ddp.models import build_model, flops_per_token
+from mingpt_ddp.process.env import DistEnv
 
 
 @pytest.fixture(scope="module")

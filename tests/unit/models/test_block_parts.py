@@ -20,13 +20,13 @@ from mingpt_ddp.config.keys.model_config import PARTS, PartConfig, changed_parts
 from mingpt_ddp.config.user_code import uses_user_code
 from mingpt_ddp.data.dataloader import MicroBatch
 from mingpt_ddp.distributed.device.compile import should_compile
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies.tensor_split import check_tensor_parallel
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.inference.generate import SamplingParams, generate
 from mingpt_ddp.models import build_model, has_cache, has_graph_step
 from mingpt_ddp.parts import Attention, RotaryAttention, causal_attention
+from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.tasks.causality import check_is_causal_lm
 from mingpt_ddp.training.start.dry_run import DryRun, check_parts, check_resumes_exactly
 

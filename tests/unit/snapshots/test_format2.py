@@ -16,10 +16,10 @@ import pytest
 import torch
 from make_format2 import DATA, MORE_STEPS, RUNS, STEPS, configuration, hashes, train
 
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
+from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.snapshots.format import MANIFEST, MODEL, STATE, encode_manifest
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.snapshots.read.load_model import load_model

@@ -16,11 +16,11 @@ from tasks import ENCODED, text_task, trainable
 from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
 from mingpt_ddp.data.dataloader import BatchPlan
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import SnapshotError, StorageUnavailableError, StorageUnusableError
 from mingpt_ddp.models import build_model
 from mingpt_ddp.optim import build_optimizer
+from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state

@@ -16,9 +16,9 @@ from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.config.keys.schema import DDPConfig
 from mingpt_ddp.data.tokenizers.tokenizer import CharTokenizer
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.errors import CodeError, ConfigError
+from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.language_model import LanguageModel
 from mingpt_ddp.tasks.task import Task, batch_length

@@ -16,9 +16,9 @@ from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.config.job import Job
 from mingpt_ddp.data.dataloader import MicroBatch
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError, ConfigError
+from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.snapshots.hook_state import unpack_states
 from mingpt_ddp.snapshots.read.load import load
 from mingpt_ddp.training.hooks.actions import Actions

@@ -13,8 +13,8 @@ from multiprocess.ranks import configure
 from tasks import text_task
 
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.training.anomaly import EMA_DECAY, AnomalyPolicy
 from mingpt_ddp.training.length import RunLength
 from mingpt_ddp.training.train_state import TrainState

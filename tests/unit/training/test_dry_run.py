@@ -20,9 +20,9 @@ from mingpt_ddp.config.keys.model_config import ModelConfig
 from mingpt_ddp.config.keys.optimizer_config import AdamWConfig
 from mingpt_ddp.config.keys.schema import GROUPS
 from mingpt_ddp.data.dataloader import MicroBatch
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError, ConfigError
+from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.registry import register
 from mingpt_ddp.snapshots.state_dict import load_optimizer_state, optimizer_state
 from mingpt_ddp.training.start.dry_run import DryRun, check_parts, check_resumes_exactly

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.data import dataloader
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import build_model
+from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.training.evaluation.evaluator import Evaluator, means_of_ranks
 
 torch.set_num_threads(1)  # more threads only slow down tensors this small

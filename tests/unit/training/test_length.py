@@ -9,11 +9,11 @@ import pytest
 from multiprocess.ranks import configure
 
 from mingpt_ddp.config.config import Config, from_mapping
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics import meters
 from mingpt_ddp.metrics.meters import Meter
+from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.training.length import RunLength, StepTimer, known_length
 from mingpt_ddp.training.train_state import TrainState
 

@@ -14,9 +14,9 @@ from multiprocess.ranks import configure
 from queued_device import QueuedDevice
 
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.meters import Meter
+from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.training.saves import save_schedule
 from mingpt_ddp.training.saves.save_schedule import (
     SaveSchedule,

@@ -18,9 +18,9 @@ from multiprocess.ranks import configure
 from tasks import text_task
 
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.distributed.env import DistEnv, process_start_time
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.process.env import DistEnv, process_start_time
 from mingpt_ddp.snapshots.format import MANIFEST, STATE, encode_manifest
 from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.training.length import RunLength

@@ -13,11 +13,11 @@ from multiprocess.ranks import configure
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.config.job import Job
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.samples import read_samples
 from mingpt_ddp.metrics.trackers.sending import TRACKERS
 from mingpt_ddp.metrics.trackers.tracker import Tracker
+from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.training.run import train_run

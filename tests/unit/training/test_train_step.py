@@ -15,9 +15,9 @@ from unit.training.test_actions import Noted
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
 from mingpt_ddp.data.rng import derive_seed, seed_everything
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.optim.lr_schedule import get_lr, weight_decay_factor
+from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.training.hooks.actions import Actions
 from mingpt_ddp.training.train_step import TrainStep
 

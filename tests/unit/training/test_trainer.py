@@ -20,12 +20,12 @@ from torch import Tensor
 from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.config.job import Job
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.launch.channels import Judge
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.errors import StorageUnavailableError, TrainingError
 from mingpt_ddp.metrics.jsonl import read_history
+from mingpt_ddp.process.env import DistEnv
+from mingpt_ddp.process.signals import SignalHandler
 from mingpt_ddp.storage.run_directory import read_result
 from mingpt_ddp.storage.storage import Storage
 from mingpt_ddp.training.anomaly import AnomalyPolicy

@@ -21,11 +21,11 @@ from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.config.job import Job
 from mingpt_ddp.config.keys.model_config import GPTConfig
 from mingpt_ddp.data.rng import seed_everything
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError, DataError, SnapshotError, UserError
 from mingpt_ddp.models import build_model
 from mingpt_ddp.models.gpt import GPT
+from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.snapshots.read.initial_weights import read_initial_weights
 from mingpt_ddp.snapshots.read.load_model import load_model
 from mingpt_ddp.snapshots.transformers_format.model_files import NAMES

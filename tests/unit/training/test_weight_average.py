@@ -14,8 +14,8 @@ from torch import nn
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.config.job import Job
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.snapshots.read.load_model import load_model
 from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.storage.run_directory import read_result

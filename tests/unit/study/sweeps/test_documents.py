@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.config.compose.resolve import to_job
-from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.study.sweeps.checks import expand
 from mingpt_ddp.study.sweeps.search.space import search_space
 from mingpt_ddp.study.sweeps.settings import check_settings

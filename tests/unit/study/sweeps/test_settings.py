@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 
 from mingpt_ddp.config.compose.hydra_utils import SWEEPER, VERSION_BASE, config_directory
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.study.sweeps import settings
 from mingpt_ddp.study.sweeps.settings import check_settings, plan_slots

@@ -8,10 +8,10 @@ import pytest
 from multiprocess.ranks import configure, typed
 
 from mingpt_ddp.config.job import Outcome, RunStatus, SweepPlace
-from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.exit import FAILURE, USER_ERROR
-from mingpt_ddp.distributed.root_cause import failed
 from mingpt_ddp.errors import ConfigError, JobError
+from mingpt_ddp.process.env import DistEnv
+from mingpt_ddp.process.exit import FAILURE, USER_ERROR
+from mingpt_ddp.process.root_cause import failed
 from mingpt_ddp.study.sweeps.sweep import Sweep
 
 ENDS = {

@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from mingpt_ddp.distributed.root_cause import ProcessExit
-from mingpt_ddp.distributed.signals import SignalHandler
-from mingpt_ddp.interrupts import SIGNALS
+from mingpt_ddp.process.interrupts import SIGNALS
+from mingpt_ddp.process.root_cause import ProcessExit
+from mingpt_ddp.process.signals import SignalHandler
 
 
 class Exits(ProcessExit):

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.linux import read_stat
+from mingpt_ddp.process.linux import read_stat
 
 T = TypeVar("T")
 STARTED_AT = "MINGPT_DDP_STARTED_AT"  # set for the workers of `ddp.nproc_per_node`

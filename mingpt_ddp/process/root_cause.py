@@ -8,19 +8,9 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from mingpt_ddp.config.job import Outcome, Reporter, RunStatus
-from mingpt_ddp.distributed import logs
-from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher, read_env
-from mingpt_ddp.distributed.exit import (
-    EX_TEMPFAIL,
-    FAILURE,
-    USER_ERROR,
-    exit_process,
-    signal_exit_code,
-)
-from mingpt_ddp.distributed.parent_watch import die_with_parent, kill_stopped_siblings
 from mingpt_ddp.errors import (
     LONGEST_LINE,
     MAY_PASS,
@@ -30,12 +20,21 @@ from mingpt_ddp.errors import (
     StorageUnavailableError,
     UserError,
 )
-from mingpt_ddp.interrupts import INTERRUPTED
-from mingpt_ddp.terminal import echo_error, escape_what_streams_cannot_encode
+from mingpt_ddp.process import logs
+from mingpt_ddp.process.env import DistEnv, has_parent_launcher, read_env
+from mingpt_ddp.process.exit import (
+    EX_TEMPFAIL,
+    FAILURE,
+    USER_ERROR,
+    exit_process,
+    signal_exit_code,
+)
+from mingpt_ddp.process.interrupts import INTERRUPTED
+from mingpt_ddp.process.parent_watch import die_with_parent, kill_stopped_siblings
+from mingpt_ddp.process.terminal import echo_error, escape_what_streams_cannot_encode
 
 if TYPE_CHECKING:
-    from mingpt_ddp.distributed.group.failures import RankFailure
-    from mingpt_ddp.distributed.group.process_group import ProcessGroup
+    from mingpt_ddp.process.failures import Failures, RankFailure
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +43,16 @@ ROOT_CAUSE_TIMEOUT_S = 1.0  # how long a rank that lost a peer waits for the roo
 SLOWER_S = 5.0
 # An agent takes this long to notice that a worker has exited. Then it kills the other workers.
 AGENT_POLL_S = 1.0
+
+
+class Peers(Protocol):
+    """What the end of a process needs of its process group: the other ranks of this attempt."""
+
+    failures: "Failures"
+    heartbeat: dict[str, Any]  # has the "activity" of this rank
+
+    def leave(self) -> None:
+        """Leave the group, because all ranks have failed in the same way."""
 
 
 class ProcessExit:
@@ -58,7 +67,7 @@ class ProcessExit:
         self.job = job
         with contextlib.suppress(ConfigError):  # `train` will raise it again
             self.env = read_env()
-        self.group: ProcessGroup | None = None  # set when this rank has joined its group
+        self.group: Peers | None = None  # set when this rank has joined its group
         self.is_symmetric = True  # True if all ranks have the same errors
 
     def outcome_of(self, error: Exception, in_sweep: bool = False) -> Outcome:
@@ -122,7 +131,7 @@ class ProcessExit:
 
         Return True if an earlier attempt recorded the same error at the same step.
         """
-        from mingpt_ddp.distributed.error_text import is_transient
+        from mingpt_ddp.process.error_text import is_transient
 
         if self.group is None or is_transient(error):
             return False
@@ -131,7 +140,7 @@ class ProcessExit:
 
     def _describe(self, error: Exception) -> str:
         """Return the error, its file and line, and the activity of this rank, as one line."""
-        from mingpt_ddp.distributed.error_text import describe_error
+        from mingpt_ddp.process.error_text import describe_error
 
         return describe_error(error, self.group.heartbeat["activity"] if self.group else "")
 
@@ -232,7 +241,7 @@ def _is_first_report(env: DistEnv, job: int, message: str) -> bool:
     """
     if not env.has_agent:
         return True
-    from mingpt_ddp.distributed.group.rendezvous import ask_store, record_fatal
+    from mingpt_ddp.process.job_store import ask_store, record_fatal
 
     return ask_store(lambda: record_fatal(env, job, message), otherwise=True)
 

@@ -13,7 +13,7 @@ from typing import Any
 # From a scheduler, from Ctrl-C, and from a terminal that is closed.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 INTERRUPTED = 128 + signal.SIGINT  # exit code
-CHECKOUT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+CHECKOUT = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", ".."))
 SCRIPTS = ("main.py", "sample.py", "mingpt_ddp/study/versions/version_job.py")  # in a checkout
 
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from mingpt_ddp.distributed import logs
-from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.logs import progress_bar
+from mingpt_ddp.process import logs
+from mingpt_ddp.process.env import DistEnv
+from mingpt_ddp.process.logs import progress_bar
 
 
 @contextlib.contextmanager

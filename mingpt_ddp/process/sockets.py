@@ -12,7 +12,7 @@ from multiprocessing import process, util
 from pathlib import Path
 from typing import Any
 
-from mingpt_ddp.linux import read_boot_id
+from mingpt_ddp.process.linux import read_boot_id
 
 LONGEST_TMPDIR = 60  # bytes; the path of a socket is 43 bytes longer and may have 103
 

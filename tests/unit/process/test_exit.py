@@ -10,10 +10,10 @@ import sys
 import pytest
 from launching import ROOT, environment
 
-from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, signal_exit_code
-from mingpt_ddp.distributed.group.failures import RankFailure
-from mingpt_ddp.distributed.root_cause import ProcessExit
+from mingpt_ddp.process.env import DistEnv
+from mingpt_ddp.process.exit import EX_TEMPFAIL, FAILURE, signal_exit_code
+from mingpt_ddp.process.failures import RankFailure
+from mingpt_ddp.process.root_cause import ProcessExit
 
 EARLY = 128 + signal.SIGTERM, 128 + signal.SIGUSR1  # before training has started
 
@@ -35,7 +35,7 @@ def test_a_slurm_job_asks_for_a_requeue_but_its_workers_do_not(standalone, codes
 
 
 def test_torchrun_finds_the_error_in_its_file(tmp_path):
-    program = "from mingpt_ddp.distributed.root_cause import ProcessExit, exit_with\n"
+    program = "from mingpt_ddp.process.root_cause import ProcessExit, exit_with\n"
     program += "exit_with(ProcessExit().outcome_of(ValueError('the cause')))"
     file = tmp_path / "error.json"
     env = environment(tmp_path, PYTHONPATH=str(ROOT), TORCHELASTIC_ERROR_FILE=str(file))

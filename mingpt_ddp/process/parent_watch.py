@@ -6,9 +6,9 @@ import sys
 import threading
 import time
 
-from mingpt_ddp import linux
-from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.exit import FAILURE, exit_process
+from mingpt_ddp.process import linux
+from mingpt_ddp.process.env import DistEnv
+from mingpt_ddp.process.exit import FAILURE, exit_process
 
 
 def die_with_parent(expected: int | None = None) -> None:

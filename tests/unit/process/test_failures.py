@@ -3,8 +3,8 @@
 import torch.distributed as dist
 
 from mingpt_ddp.config.validation import NotRegisteredError
-from mingpt_ddp.distributed.group.failures import Failures, RankFailure
 from mingpt_ddp.errors import ConfigError, pack_error, unpack_error
+from mingpt_ddp.process.failures import Failures, RankFailure
 
 
 def test_a_lost_store_reports_no_failure():

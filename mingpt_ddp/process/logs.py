@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from mingpt_ddp.distributed.env import SHOWS_PROGRESS, DistEnv
 from mingpt_ddp.errors import RunError, printable, reason
+from mingpt_ddp.process.env import SHOWS_PROGRESS, DistEnv
 
 ROOT = "mingpt_ddp"
 tqdm.set_lock(threading.RLock())  # tqdm's default is a system semaphore, which os._exit would leak

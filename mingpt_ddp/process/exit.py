@@ -8,10 +8,10 @@ import signal
 import sys
 from typing import NoReturn
 
-from mingpt_ddp.distributed import logs
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import UserError
-from mingpt_ddp.storage.sockets import delete_socket_directory
+from mingpt_ddp.process import logs
+from mingpt_ddp.process.env import DistEnv
+from mingpt_ddp.process.sockets import delete_socket_directory
 
 log = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from launching import ROOT
 
-from mingpt_ddp.storage.sockets import LONGEST_TMPDIR
+from mingpt_ddp.process.sockets import LONGEST_TMPDIR
 
 LISTEN = """
 import multiprocessing
 from multiprocessing import connection
-from mingpt_ddp.storage.sockets import make_socket_directory
+from mingpt_ddp.process.sockets import make_socket_directory
 def listen():
     print(connection.Listener(family="AF_UNIX").address, flush=True)
 make_socket_directory()
@@ -40,7 +40,7 @@ loader.close()
 
 
 HOLD = """
-from mingpt_ddp.storage.sockets import make_socket_directory
+from mingpt_ddp.process.sockets import make_socket_directory
 from multiprocessing import util
 make_socket_directory()
 print(util.get_temp_dir(), flush=True)

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from mingpt_ddp.distributed.error_text import describe_error, is_transient, without_addresses
 from mingpt_ddp.optim.lr_schedule import get_lr
+from mingpt_ddp.process.error_text import describe_error, is_transient, without_addresses
 
-HERE = "tests/unit/distributed/test_error_text.py"
+HERE = "tests/unit/process/test_error_text.py"
 
 
 class Broken(Dataset):

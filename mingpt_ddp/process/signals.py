@@ -4,8 +4,8 @@ import signal
 import time
 from types import FrameType
 
-from mingpt_ddp.distributed.root_cause import ProcessExit
-from mingpt_ddp.interrupts import handle
+from mingpt_ddp.process.interrupts import handle
+from mingpt_ddp.process.root_cause import ProcessExit
 
 
 class SignalHandler:

@@ -9,8 +9,8 @@ from multiprocess.ranks import configure
 from mingpt_ddp import distributed
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.device.device import device_of_rank, refuse_shared_gpus
-from mingpt_ddp.distributed.env import DistEnv, read_env, worker_environ
 from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.process.env import DistEnv, read_env, worker_environ
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from mingpt_ddp.distributed.error_text import without_addresses
-from mingpt_ddp.distributed.group.rendezvous import ask_store, get_now
 from mingpt_ddp.errors import MAY_PASS
+from mingpt_ddp.process.error_text import without_addresses
+from mingpt_ddp.process.job_store import ask_store, get_now
 
 FIRST_FAILURE = "failure"  # key in the store: the error of the first rank that failed
 # Keys in the store: the number of ranks that failed, also of those with the same error; and whether
