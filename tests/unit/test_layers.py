@@ -1,5 +1,5 @@
 """Laws of the package, checked on its syntax trees: imports run one way, conditions on the rank are
-in distributed/ and process/, there is one training step, and docs/architecture.md names what exists.
+in distributed/ and process/, there is one training step, docs/architecture.md names what exists.
 """
 
 from __future__ import annotations
