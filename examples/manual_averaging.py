@@ -6,7 +6,6 @@ DDP averages gradients during the backward pass. Here `no_sync` turns that off, 
 for each parameter follows the backward pass. The weights are those of DDP, except for rounding.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -15,11 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from mingpt_ddp.loop import (
     Config,
     Evaluator,
-    Meter,
-    RunState,
+    RunLog,
     Runtime,
-    SnapshotManager,
-    SnapshotStore,
     TrainState,
     TrainStep,
     build_task,
@@ -28,8 +24,6 @@ from mingpt_ddp.loop import (
     plan_batches,
     process_exit,
     read_env,
-    restore_newest,
-    snapshot_state,
 )
 
 # All other keys have the defaults of docs/configuration.md.
@@ -46,6 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "ddp": {},
     "snapshot": {},
+    "tracker": {"tensorboard": True},
 }
 LOG_EVERY = 10  # steps
 EVAL_EVERY = 100
@@ -61,50 +56,32 @@ def train(config: Config) -> TrainState:
     trained = build_trainable(runtime, task)  # model, optimizer, average of the weights
     step = TrainStep(runtime, task, loader, plan, trained)
     evaluator = Evaluator(task, runtime)
-    meter = Meter(runtime, loader.items_per_step, task.unit)
+    with RunLog(step) as run:  # locks the run directory and loads the newest snapshot
+        ddp = step.parallel_model
+        assert isinstance(ddp, DistributedDataParallel), "start several ranks"
+        for n in range(run.state.step + 1, step.steps + 1):
+            with ddp.no_sync():  # DDP averages nothing
+                losses = step.passes(n)  # forward, backward
+            gradients = [p.grad for p in trained.model.parameters() if p.grad is not None]
+            for gradient in gradients:
+                dist.all_reduce(gradient)
+                gradient /= dist.get_world_size()
+            run.wait_for_staging()  # the last snapshot may still be copying the weights
+            norm = step.clip()
+            lr = step.update(n)
+            run.record_step(n, losses, norm, lr)
 
-    directory = Path(config.run.root, str(config.run.name))
-    store = SnapshotStore(str(directory / "snapshots"))
-    snapshots = SnapshotManager(config, runtime, store, directory)
-    state = restore_newest(snapshots, task, trained) or TrainState()
-
-    def log(text: str) -> None:
-        runtime.group.env.call_on_rank_zero(lambda: print(text, flush=True))
-
-    begin = f"from step {state.step} of {step.steps}"
-    log(f"{task.describe_data()}; {trained.parameters:,} parameters; {begin}")
-    step.warm_up()
-    ddp = step.parallel_model
-    assert isinstance(ddp, DistributedDataParallel), "start several ranks"
-    for n in range(state.step + 1, step.steps + 1):
-        with ddp.no_sync():  # DDP averages nothing
-            losses = step.passes(n)  # forward, backward
-        gradients = [p.grad for p in trained.model.parameters() if p.grad is not None]
-        for gradient in gradients:
-            dist.all_reduce(gradient)
-            gradient /= dist.get_world_size()
-        snapshots.wait_for_staging()  # the last snapshot may still be copying the weights
-        norm = step.clip()
-        step.update(n)
-        meter.record(losses, norm, step.phase.fetch_s)
-        state.step = n
-
-        if n % LOG_EVERY == 0:
-            metrics = meter.read()
-            log(f"step {n}: loss {metrics['train/loss']:.4f}, {metrics['speed/step_ms']:.1f} ms")
-        if n % EVAL_EVERY == 0:
-            with meter.paused(), trained.average.applied():
-                val = evaluator.run(trained.model, "val")
-            state.val_loss = val["loss"]
-            log(f"step {n}: {task.describe(val)}")
-        if n % SAVE_EVERY == 0 or n == step.steps:
-            snapshots.wait()  # for the previous save; this one is written while training goes on
-            content = snapshot_state(state, runtime, task, plan, step.steps)
-            snapshots.save(RunState(n, content, trained.tensors(), best_step=None))
-    snapshots.wait()
+            if n % LOG_EVERY == 0:
+                run.log_steps()
+            if n % EVAL_EVERY == 0 or n == step.steps:
+                with run.evaluating():
+                    run.log_evaluation(evaluator.run(trained.model, "val"))
+                    run.log_sample(evaluator.sample(trained.model, n))
+            if n % SAVE_EVERY == 0:
+                run.save()  # this snapshot is written while training goes on
     loader.close()
     runtime.close()
-    return state
+    return run.state
 
 
 if __name__ == "__main__":

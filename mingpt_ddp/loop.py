@@ -4,14 +4,11 @@ from mingpt_ddp.cli.own_script import resolve
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch, plan_batches
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.metrics.meters import Meter
 from mingpt_ddp.process.env import read_env
 from mingpt_ddp.process.root_cause import process_exit
-from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
-from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.training.evaluation.evaluator import Evaluator
-from mingpt_ddp.training.saves.resume import restore_newest, snapshot_state
+from mingpt_ddp.training.run_log import RunLog
 from mingpt_ddp.training.train_state import TrainState
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import Trainable, build_trainable
@@ -20,12 +17,9 @@ __all__ = [
     "BatchPlan",
     "Config",
     "Evaluator",
-    "Meter",
     "MicroBatch",
-    "RunState",
+    "RunLog",
     "Runtime",
-    "SnapshotManager",
-    "SnapshotStore",
     "TrainState",
     "TrainStep",
     "Trainable",
@@ -36,6 +30,4 @@ __all__ = [
     "process_exit",
     "read_env",
     "resolve",
-    "restore_newest",
-    "snapshot_state",
 ]

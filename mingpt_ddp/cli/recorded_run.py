@@ -10,6 +10,7 @@ from mingpt_ddp.snapshots.hashes import Hashes, hash_snapshot
 from mingpt_ddp.snapshots.read.load import find_steps, load
 from mingpt_ddp.snapshots.write.ledger import Ledger, Record, digest_settings
 from mingpt_ddp.snapshots.write.store import SnapshotStore
+from mingpt_ddp.storage.run_directory import refuse_own_loop
 
 SHOWN = 8  # snapshots that an error lists
 
@@ -39,7 +40,10 @@ class RecordedRun:
 
         Raises:
             SnapshotError: there is no committed snapshot, or it does not say how to repeat a run.
+            ConfigError: a script's own loop has trained the run.
         """
+        if "://" not in url:
+            refuse_own_loop(run_of(Path(url)))
         store, steps = find_steps(url)
         states = {step: read_state(store, step) for step in steps if store.is_committed(step)}
         if not states:

@@ -13,7 +13,7 @@ from typing import IO, Any
 from mingpt_ddp.config.config import flatten
 from mingpt_ddp.config.job import Job
 from mingpt_ddp.config.recorded import without_unknown
-from mingpt_ddp.errors import RunError, StorageUnavailableError, reason
+from mingpt_ddp.errors import ConfigError, RunError, StorageUnavailableError, reason
 from mingpt_ddp.storage.lease import Lease
 from mingpt_ddp.storage.lock import LOCK, LOCK_WAIT_S, acquire_lock, is_lock_of
 from mingpt_ddp.storage.remote.remote import RemoteStorage
@@ -21,6 +21,7 @@ from mingpt_ddp.storage.storage import Storage, atomic_write, read_regular
 from mingpt_ddp.storage.yaml_and_json import dump_json, dump_yaml, read_json, read_yaml
 
 RESULT = "result.json"
+SCRIPT = "script.py"  # copy of a user's script whose own loop trains the run
 # Differences in these keys do not count: one start may record null, another the name itself.
 DIRECTORY_KEYS = ("run.name",)
 SWEEP = "sweep.json"  # in the directory of a sweep
@@ -30,6 +31,7 @@ HEADER = "mingpt_ddp"  # attribute of Optuna's study with the settings that all 
 PARTIAL_FILES = (
     ".config*.partial",
     ".code*.partial",
+    ".script.py.*.partial",
     ".result.json.*.partial",
     ".samples.jsonl.*.partial",
     ".tokenizer.json.*.partial",
@@ -212,6 +214,20 @@ class RunDirectory:
         """Write result.json."""
         self.check()
         _write(self.path / RESULT, dump_json(result, indent=2))
+
+
+def refuse_own_loop(directory: Path) -> None:
+    """Refuse to train a run by the package's loop if a script's own loop has trained it.
+
+    Raises:
+        ConfigError: It names the copy of the script.
+    """
+    script = directory / SCRIPT
+    if script.exists():
+        raise ConfigError(
+            f"{directory} was trained by a loop of your own: run your script again; {script} is a "
+            "copy of it"
+        )
 
 
 def _delete_files(directory: Path, patterns: tuple[str, ...]) -> None:

@@ -41,6 +41,18 @@ def check_metric(metric: str | None, metrics: Mapping[str, float]) -> None:
     )
 
 
+def check_loss(step: int, loss: float) -> None:
+    """Refuse a validation loss that is not finite.
+
+    Raises:
+        TrainingError: The loss is infinite or not a number.
+    """
+    if not math.isfinite(loss):
+        raise TrainingError(
+            f"the validation loss of step {step} is {loss}; start again with a lower optimizer.lr"
+        )
+
+
 class Validation:
     """Evaluate the averaged weights, if there are some, else those of the model."""
 
@@ -68,12 +80,7 @@ class Validation:
             metrics = self._metrics_of("val")
         if metrics is None:
             return Decision(end=RunStatus.PREEMPTED)
-        loss = metrics["loss"]
-        if not math.isfinite(loss):
-            raise TrainingError(
-                f"the validation loss of step {state.step} is {loss}; start again with a lower "
-                "optimizer.lr"
-            )
+        check_loss(state.step, metrics["loss"])
         check_metric(self.run.config.sweep.metric, metrics)
         improved = record_evaluation(state, metrics, self.run.config.trainer.min_delta)
         self.metrics.log_evaluation(state.step, "val", metrics)

@@ -26,6 +26,7 @@ from mingpt_ddp.training.start.stages import (
     open_directory,
     open_trackers,
     prepare,
+    record_attempt,
     record_start,
 )
 from mingpt_ddp.training.start.start_log import warn_of_edited_code
@@ -110,20 +111,14 @@ def begin_attempt(
 ) -> Trainer:
     """Record that this attempt begins to train; return the loop with all its parts."""
     runtime = run.runtime
-    group = runtime.group
-    state = run.state
-    state.world_size = group.world_size
-    first_start = history.end.first_start if history.end else None
-    state.begin_attempt(times.elapsed, first_start, is_own=run.snapshots.last_step is not None)
-    if history.owner:
-        history.owner.clear_result()
-    plan = plan_batches(run.config, group.data_size, run.resumed.get("micro_batch_size"))
+    record_attempt(run, history, times)
+    plan = plan_batches(run.config, runtime.group.data_size, run.resumed.get("micro_batch_size"))
 
     # Do this first: no clock counts how long it takes to wrap the model.
     train_step = TrainStep(runtime, run.task, run.loader, plan, run.trainable, run.length)
     model = run.trainable.model
     metrics = MetricsProcessor(
-        runtime, run.task, run.loader, model, state.step, times, run.directory
+        runtime, run.task, run.loader, model, run.state.step, times, run.directory
     )
     metrics.resume(observers.senders, history.end)
     anomaly = AnomalyPolicy(run)

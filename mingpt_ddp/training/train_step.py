@@ -52,6 +52,7 @@ class TrainStep:
         self.task = task
         self.loader = loader
         self.plan = plan
+        self.trainable = trainable
         self.model = trainable.model
         self.optimizer = trainable.optimizer
         self.average = trainable.average

@@ -1,4 +1,4 @@
-"""examples/train.py: the same bits as main.py, also killed and run again."""
+"""examples/train.py: the same bits and records as main.py, also killed and run again."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from example_files import command_of, run_in_shell
 from launching import ROOT, Job, call, is_running, python_main, wait_for
-from runs import fail, succeed
+from runs import Record, curve, error_line, fail, read_result, succeed, tool
 
+import mingpt_ddp
 from mingpt_ddp import loop
 
 EXAMPLE = ROOT / "examples" / "train.py"
@@ -35,6 +36,7 @@ def update_or_die(self, step):
 TrainStep.update = update_or_die
 settings = train.SETTINGS
 settings["trainer"]["max_steps"] = {STEPS}
+train.LOG_EVERY = 5
 train.EVAL_EVERY = 10
 train.SAVE_EVERY = 5
 with train.process_exit():
@@ -56,6 +58,18 @@ def hashes(run: Path) -> dict[str, str]:
         name: hashlib.sha256((snapshot / f"{name}.safetensors").read_bytes()).hexdigest()
         for name in ("model", "optimizer")
     }
+
+
+def losses(run: Path) -> list[tuple[float, ...]]:
+    """Return the step and the losses of each line of metrics.jsonl that counts."""
+    keys = ("step", "train_loss", "val_loss", "lr", "grad_norm")
+    return [tuple(row.get(key) for key in keys) for row in mingpt_ddp.history(run)]
+
+
+def result(run: Path) -> Record:
+    """Return what result.json says, except for times and the code."""
+    times = {"wall_seconds", "goodput", "code"}
+    return {key: value for key, value in read_result(run).items() if key not in times}
 
 
 def overrides() -> list[str]:
@@ -81,20 +95,34 @@ def test_it_trains_to_the_bits_of_main(ranks, tmp_path, monkeypatch):
     assert killed.returncode == (-signal.SIGKILL if ranks == 1 else 1), killed.stdout
     monkeypatch.delenv("DIES_AT")
     text = succeed(command, tmp_path)
-    assert re.search(r"from step (10|5) of 20\n", text), text
+    assert re.search(r"resuming from the snapshot of step (10|5) of 20\n", text), text
 
-    limits = [f"trainer.max_steps={STEPS}", "trainer.eval_every=10", "snapshot.every_steps=5"]
+    every = ["trainer.log_every=5", "trainer.eval_every=10", "snapshot.every_steps=5"]
+    limits = [f"trainer.max_steps={STEPS}", *every]
     words = [*overrides(), *limits, "run.name=main", f"ddp.nproc_per_node={ranks}"]
     succeed([*python_main(), *words], tmp_path)
     outputs = tmp_path / "outputs"
     assert hashes(outputs / "example") == hashes(outputs / "main")
+    own, main = outputs / "example", outputs / "main"
+    assert losses(own) == losses(main)
+    assert result(own) == result(main)
+    files = {path.name for path in main.iterdir()} - {".hydra", "code.patch"}
+    assert {path.name for path in own.iterdir()} - {"code.patch"} == files | {"script.py"}
+    assert (own / "script.py").read_text() == script.read_text()
+    kept = {path: path.read_bytes() for path in own.iterdir() if path.suffix in (".json", ".jsonl")}
+    assert "complete: the newest snapshot is from the last step, 20" in succeed(command, tmp_path)
+    assert {path: path.read_bytes() for path in kept} == kept
+    for rank in range(ranks):
+        points = curve(own, rank=rank)
+        assert [step for step, _ in points] == [5, 10, 15, 20]
+        assert points == curve(main, rank=rank)
 
 
 def test_the_ranks_die_with_torchrun(tmp_path):
     script = tmp_path / "own_loop.py"
     script.write_text(SCRIPT.replace(f"= {STEPS}", "= 10**6"))
     job = Job([*launcher(2), str(script)], tmp_path, PYTHONPATH=str(ROOT))
-    wait_for(lambda: "step 10:" in job.text(), what="step 10")
+    wait_for(lambda: "step 10/" in job.text(), what="step 10")
     ranks = job.kill_agent()
     assert len(ranks) == 2
     wait_for(lambda: not any(map(is_running, ranks)), what="the end of the ranks")
@@ -112,12 +140,34 @@ def test_a_sweep_over_the_loop_as_the_page_says(tmp_path):
     words = [*overrides(), "trainer.max_steps=300", "run.name=rates", "optimizer.lr=0.01,0.02"]
     command = [*launcher(1), str(script), "-m", *words]
     job = Job(command, tmp_path, PYTHONPATH=str(ROOT))
-    wait_for(lambda: "step 30:" in job.text().partition("job 2 of 2")[2], what="step 30 of job 2")
+    wait_for(lambda: "step 30/" in job.text().partition("job 2 of 2")[2], what="step 30 of job 2")
     job.kill_agent()
     first, _, second = succeed(command, tmp_path).partition("job 2 of 2: optimizer.lr=0.02")
-    assert "from step 300 of 300" in first
-    assert re.search(r"from step [1-9]\d* of 300\n", second)
-    assert len([*(tmp_path / "outputs" / "rates").glob("optimizer.lr=0.0[12]-*")]) == 2
+    assert "step" not in first, "the first job was complete"
+    assert re.search(r"resuming from the snapshot of step [1-9]\d* of 300\n", second)
+    sweep = tmp_path / "outputs" / "rates"
+    assert len([*sweep.glob("optimizer.lr=0.0[12]-*")]) == 2
+    rows = mingpt_ddp.rows(sweep)
+    assert [row["status"] for row in rows] == ["complete", "complete"]
+    assert rows[0]["val_loss"] < rows[1]["val_loss"]
+    text = succeed(tool("report", str(sweep)), tmp_path)
+    assert f"its own loop is in {rows[0]['directory']}/script.py" in text
+    assert (sweep / "report.html").exists()
+    again = error_line(fail(tool("again", rows[0]["directory"]), tmp_path), "config error: ")
+    assert "was trained by a loop of your own" in again
+
+
+def test_two_processes_do_not_train_in_one_directory(tmp_path):
+    script = tmp_path / "own_loop.py"
+    script.write_text(SCRIPT.replace(f"= {STEPS}", "= 10**6") + "\n")
+    job = Job([*launcher(1), str(script)], tmp_path, PYTHONPATH=str(ROOT))
+    wait_for(lambda: "step 10/" in job.text(), what="step 10")
+    second = fail([*launcher(1), str(script)], tmp_path)
+    assert "outputs/example" in second.splitlines()[-1]
+    assert "is locked by process" in second.splitlines()[-1]
+    reached = job.text().count("step")
+    wait_for(lambda: job.text().count("step") > reached, what="another step of the first")
+    job.kill_agent()
 
 
 def test_a_sweep_over_a_script_after_the_text_has_changed(tmp_path):
@@ -158,14 +208,13 @@ def test_the_page_changes_the_loss(tmp_path):
     for old, new in {
         build[0]: build[0] + textwrap.indent(block[1], " " * 4),
         '"max_steps": 500': '"max_steps": 10',
-        "{metrics['train/loss']:.4f}": "{metrics['train/loss']} {metrics['train/unweighted']}",
     }.items():
         assert source.count(old) == 1, old
         source = source.replace(old, new)
     script = tmp_path / "own_loop.py"
     script.write_text(source)
     text = succeed([*launcher(2), str(script)], tmp_path)
-    line = re.search(r"step 10: loss (\S+) (\S+),", text)
+    line = re.search(r"step 10/10: loss (\S+), .* unweighted (\S+),", text)
     assert line is not None, text
     weighted, unweighted = map(float, line.groups())
     assert weighted != unweighted
@@ -183,10 +232,10 @@ def test_a_mistake_is_one_line(tmp_path):
 
 
 def test_the_readme_shows_the_loop_as_it_is():
-    """From its first line to its last save."""
+    """From its first line to its save."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     loop = re.search(
-        r"^    for n in range.*^    snapshots.wait\(\)\n",
+        r"^    with RunLog.*?run\.save\(\).*?\n",
         EXAMPLE.read_text(),
         re.DOTALL | re.MULTILINE,
     )
@@ -198,7 +247,7 @@ def last_loss(example: str, cwd: Path) -> float:
     """Run the command of an example; return the training loss of its last step."""
     done = run_in_shell(command_of(ROOT / "examples" / example), cwd)
     assert done.returncode == 0, done.stdout
-    return float(re.findall(r"^step 100: loss (\S+),", done.stdout, re.MULTILINE)[0])
+    return float(re.findall(r"^step 100/100: loss (\S+),", done.stdout, re.MULTILINE)[0])
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +257,7 @@ def loss_of_ddp(tmp_path_factory) -> float:
     script = cwd / "own_loop.py"
     script.write_text(EXAMPLE.read_text().replace('"max_steps": 500', '"max_steps": 100'))
     text = succeed([*launcher(1), str(script)], cwd)
-    return float(re.findall(r"^step 100: loss (\S+),", text, re.MULTILINE)[0])
+    return float(re.findall(r"^step 100/100: loss (\S+),", text, re.MULTILINE)[0])
 
 
 def test_gradients_averaged_by_hand(loss_of_ddp, tmp_path):

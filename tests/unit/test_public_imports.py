@@ -21,9 +21,8 @@ PUBLIC = {
     "mingpt_ddp.distributed": "get_rank get_world_size",
     "mingpt_ddp.errors": "UserError",
     "mingpt_ddp.loop": (
-        "Config Evaluator Meter RunState Runtime SnapshotManager SnapshotStore TrainState "
-        "TrainStep build_task build_trainable from_mapping plan_batches process_exit read_env "
-        "resolve restore_newest snapshot_state"
+        "Config Evaluator RunLog Runtime TrainState TrainStep build_task build_trainable "
+        "from_mapping plan_batches process_exit read_env resolve"
     ),
     "mingpt_ddp.metrics.jsonl": "read_history",
     "mingpt_ddp.models": "ModelProtocol SupportsKVCache SupportsSeveralDevices",

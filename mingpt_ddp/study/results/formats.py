@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mingpt_ddp import errors
 from mingpt_ddp.storage.recorded_words import words_to_type
+from mingpt_ddp.storage.run_directory import SCRIPT
 from mingpt_ddp.study.results.objective import Objective
 from mingpt_ddp.study.results.runs import Row, RunRecord, Value
 
@@ -105,8 +106,12 @@ def when(seconds: float | None) -> str:
 def command_line(job: RunRecord) -> str:
     """Return the command that trains a job again, or goes on with it, quoted for a shell.
 
-    Return NO_COMMAND if no run.name is recorded.
+    Return NO_COMMAND if no run.name is recorded, and the copy of the script if the job was trained
+    by a loop of the user's own.
     """
+    script = job.directory / SCRIPT
+    if script.exists():
+        return f"its own loop is in {script}"
     # Without it, the command would begin another run.
     if "run.name" not in job.config:
         return NO_COMMAND

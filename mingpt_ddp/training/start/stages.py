@@ -20,13 +20,16 @@ from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.jsonl import METRICS, HistoryEnd, read_end
+from mingpt_ddp.metrics.start_times import StartTimes
 from mingpt_ddp.metrics.trackers.sending import Sender, open_senders
 from mingpt_ddp.process import logs
+from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.storage.code_identity import Code, recorded_code
 from mingpt_ddp.storage.lock import LOCK_WAIT_S
 from mingpt_ddp.storage.run_directory import (
+    SCRIPT,
     RunDirectory,
     difference,
     read_result,
@@ -61,7 +64,7 @@ from mingpt_ddp.training.train_state import (
     has_stopped_early,
     record_evaluation,
 )
-from mingpt_ddp.training.trainable import Run, build_trainable
+from mingpt_ddp.training.trainable import Run, Trainable, build_trainable
 
 # Keys of ddp that may differ between ranks.
 PER_NODE = ("nproc_per_node", "launcher", "max_restarts")
@@ -214,18 +217,37 @@ def build(inputs: Inputs, history: History, code: Callable[[], Code] | None = No
     runtime = inputs.runtime
     task = inputs.task
     config = task.config
-    directory = history.directory
-    logs.to_file(directory, runtime.group.env)
-    snapshots = SnapshotManager(config, runtime, history.store, directory)
+    logs.to_file(history.directory, runtime.group.env)
+    snapshots = SnapshotManager(config, runtime, history.store, history.directory)
     snapshot = snapshots.load_latest(partial(check_state, task=task))
     initialize = None if snapshot else partial(inputs.warm.load_into, runtime.group)
     with refuse_out_of_memory(config, runtime, f"the model {config.model.name}", SMALLER):
         trainable = build_trainable(runtime, task, initialize)
+    return resume(runtime, task, inputs.loader, trainable, history, snapshots, snapshot, code)
+
+
+def resume(
+    runtime: Runtime,
+    task: Task,
+    loader: Loader,
+    trainable: Trainable,
+    history: History,
+    snapshots: SnapshotManager,
+    snapshot: Snapshot | None,
+    code: Callable[[], Code] | None,
+) -> Run:
+    """Load a snapshot, if there is one, into what is trained. Return the run.
+
+    Args:
+        snapshot: Result of `snapshots.load_latest`.
+        code: Waits for the code of this attempt, on rank zero.
+    """
+    directory = history.directory
     state = TrainState()
     if snapshot:
         snapshot = snapshots.read_shards(snapshot, trainable.model, trainable.optimizer)
         state = restore(snapshot, trainable, runtime.scaler)
-    length = RunLength(config, inputs.loader.steps_per_epoch, state)
+    length = RunLength(task.config, loader.steps_per_epoch, state)
     if steps := length.reckon(state.step):
         length.fix(steps, state.step)
     _record_last_evaluation(length, history.end, runtime.group)
@@ -240,7 +262,7 @@ def build(inputs: Inputs, history: History, code: Callable[[], Code] | None = No
     return Run(
         runtime,
         task,
-        inputs.loader,
+        loader,
         directory,
         trainable,
         length,
@@ -295,11 +317,18 @@ def _is_complete(length: RunLength, end: HistoryEnd | None, group: ProcessGroup)
     return group.run_on_rank_zero(lambda: end is None or end.is_complete)
 
 
-def record_start(run: Run, history: History, job: Job, code: Callable[[], Code] | None) -> None:
+def record_start(
+    run: Run,
+    history: History,
+    job: Job,
+    code: Callable[[], Code] | None,
+    script: Path | None = None,
+) -> None:
     """Record the configuration, unless a complete run has one; log what differs from before.
 
     Args:
         code: of this attempt, on rank zero.
+        script: The user's script whose own loop trains the run. None for the loop of main.py.
     """
     if history.owner is None:
         return
@@ -312,6 +341,8 @@ def record_start(run: Run, history: History, job: Job, code: Callable[[], Code] 
         private = {}
         if code and not run.is_complete and (patch := code().patch):
             private[run.code["patch"]] = patch
+        if script:
+            private[SCRIPT] = script.read_bytes()
         history.owner.record_start(config.to_dict(), job.hydra_files, files, private)
     if run.is_complete:
         return
@@ -320,6 +351,16 @@ def record_start(run: Run, history: History, job: Job, code: Callable[[], Code] 
         log_changes(run.resumed or {"config": previous}, run)
     if not run.resumed:
         warn_of_lost_snapshots(history.end)
+
+
+def record_attempt(run: Run, history: History, times: StartTimes) -> None:
+    """Record that this attempt begins to train: the run has no result any more."""
+    state = run.state
+    state.world_size = run.runtime.group.world_size
+    first_start = history.end.first_start if history.end else None
+    state.begin_attempt(times.elapsed, first_start, is_own=run.snapshots.last_step is not None)
+    if history.owner:
+        history.owner.clear_result()
 
 
 def open_trackers(run: Run) -> list[Sender]:

@@ -1,0 +1,188 @@
+"""The records of a run, as main.py keeps them, for a training loop of your own."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from mingpt_ddp.config.builders import code_roots
+from mingpt_ddp.config.job import Job, RunStatus
+from mingpt_ddp.config.loaded_code import script_path
+from mingpt_ddp.metrics.jsonl import own_metrics
+from mingpt_ddp.metrics.processor import MetricsProcessor
+from mingpt_ddp.metrics.start_times import StartTimes
+from mingpt_ddp.process import logs
+from mingpt_ddp.process.env import process_start_time
+from mingpt_ddp.process.signals import SignalHandler
+from mingpt_ddp.snapshots.manager import SnapshotManager
+from mingpt_ddp.storage.code_identity import start_reading
+from mingpt_ddp.training.after_evaluation import check_loss, check_metric
+from mingpt_ddp.training.anomaly import AnomalyPolicy
+from mingpt_ddp.training.hooks.observers import Hooks, Observers
+from mingpt_ddp.training.result import record_end
+from mingpt_ddp.training.saves.resume import check_state
+from mingpt_ddp.training.saves.save_schedule import SaveSchedule
+from mingpt_ddp.training.start.stages import (
+    open_directory,
+    open_trackers,
+    record_attempt,
+    record_start,
+    resume,
+)
+from mingpt_ddp.training.train_state import TrainState, record_evaluation
+from mingpt_ddp.training.train_step import TrainStep
+from mingpt_ddp.training.trainer import TrainingEnd
+
+
+class RunLog:
+    """Resume a run and keep its records, in a `with` block around a loop of your own.
+
+    The run directory is locked in the block. If the block ends without an error, the last step is
+    saved and result.json says that the run is complete. All ranks make the same calls.
+    """
+
+    def __init__(self, step: TrainStep) -> None:
+        """Lock the run directory, load the newest snapshot, write config.yaml, and warm up.
+
+        Raises:
+            RunError: Another process trains this run, or the directory cannot be written.
+            SnapshotError: There are snapshots, but none that this run can resume from.
+        """
+        with contextlib.ExitStack() as resources:
+            self._open(step, resources)
+            self._resources = resources.pop_all()
+
+    def _open(self, step: TrainStep, resources: contextlib.ExitStack) -> None:
+        runtime = step.runtime
+        task = step.task
+        env = runtime.group.env
+        times = StartTimes(process_start_time())
+        script = script_path()
+        roots = [*code_roots(), *([script] if script else [])]
+        code = env.call_on_rank_zero(lambda: start_reading(roots))
+        job = Job(task.config)
+        history = open_directory(job, runtime, resources)
+        snapshots = SnapshotManager(task.config, runtime, history.store, history.directory)
+        snapshot = snapshots.load_latest(partial(check_state, task=task))
+        logs.to_file(history.directory, env)
+        runtime.resume_precision(task.config, snapshot and snapshot.state)
+        run = resume(runtime, task, step.loader, step.trainable, history, snapshots, snapshot, code)
+        step.length = run.length  # its state is what the snapshot has restored
+        record_start(run, history, job, code, script)
+        self._run = run
+        self._step = step
+        self._owner = history.owner
+        self._observers = Observers(Hooks(runtime.group), open_trackers(run), None, SignalHandler())
+        self._lr = 0.0
+        if run.is_complete:
+            return
+        record_attempt(run, history, times)
+        self._metrics = MetricsProcessor(
+            runtime, task, step.loader, step.model, run.state.step, times, run.directory
+        )
+        resources.callback(self._metrics.close)
+        self._metrics.resume(self._observers.senders, history.end)
+        sums = {"loss": run.state.loss_sum, **run.state.loss_part_sums}
+        self._metrics.meter.load_state(sums, run.state.loss_steps)
+        self._anomaly = AnomalyPolicy(run)
+        self._anomaly.checks_every_step = False
+        self._saves = SaveSchedule(run, step, self._metrics.meter, self._anomaly)
+        with self._metrics.meter.paused():
+            step.warm_up()
+        self._saves.begin()
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        with self._resources:
+            if kind is None and not self._run.is_complete:
+                self._end()
+
+    @property
+    def state(self) -> TrainState:
+        """The last step of the run, its losses, and the metrics of its last evaluation."""
+        return self._run.state
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return self._run.directory
+
+    def wait_for_staging(self) -> None:
+        """Wait until the last snapshot has copied the weights. Then they may change."""
+        self._saves.wait_for_staging()
+
+    def record_step(
+        self, step: int, losses: Mapping[str, Tensor], grad_norm: Tensor, lr: float
+    ) -> None:
+        """Count a step whose update is done.
+
+        Args:
+            losses: This rank's shares, as `TrainStep.passes` returns them.
+            grad_norm: Norm of the gradients before clipping.
+            lr: Learning rate of the update.
+        """
+        self.state.step = step
+        self._lr = lr
+        self._metrics.meter.record({**losses}, grad_norm, self._step.phase.fetch_s)
+        self._metrics.step_done(step, self._step.steps)
+
+    def log_steps(self) -> None:
+        """Log the mean loss, the speed etc. of the steps since the last call.
+
+        Raises:
+            TrainingError: The loss or the gradient norm is not finite.
+        """
+        state = self._saves.update_wall_time()
+        metrics = self._metrics.log_train(
+            state.step, self._step.steps, self._step.parallel_model, self._lr, state.goodput
+        )
+        if metrics:
+            state.train_loss = metrics["train/loss"]
+            state.train_metrics = own_metrics(metrics)
+            self._anomaly.check(state.step, state.train_loss, metrics["train/grad_norm"])
+            self._observers.hooks.call("step", state.step, metrics)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluate in this context: the model has its averaged weights, if trainer.ema is set.
+
+        The time in the context does not count as training time.
+        """
+        average = self._step.average
+        if average.decay is not None:
+            self.wait_for_staging()  # it would copy the averaged weights
+        with self._metrics.meter.paused(), average.applied():
+            yield
+
+    def log_evaluation(self, metrics: dict[str, float]) -> None:
+        """Log and record the metrics of the validation split, as `Evaluator.run` returns them.
+
+        Raises:
+            TrainingError: The loss is not finite.
+            ConfigError: `sweep.metric` is not among the metrics.
+        """
+        check_loss(self.state.step, metrics["loss"])
+        check_metric(self._run.config.sweep.metric, metrics)
+        record_evaluation(self.state, metrics, self._run.config.trainer.min_delta)
+        self._metrics.log_evaluation(self.state.step, "val", metrics)
+        self._observers.hooks.call("evaluate", self.state.step, metrics)
+
+    def log_sample(self, text: str | None) -> None:
+        """Log a generated text. Ranks that did not generate it pass None."""
+        self._metrics.log_sample(self.state.step, text)
+
+    def save(self) -> None:
+        """Save this step, after the save in progress. It is written while training goes on."""
+        self._saves.save()
+        self._metrics.commit(self._run.snapshots.last_step)
+
+    def _end(self) -> None:
+        """Wait until the last step is saved, and write result.json."""
+        self._saves.commit()
+        self._metrics.commit(self.state.step)
+        self._metrics.complete(self.state.step)
+        record_end(self._run, self._owner, self._observers, TrainingEnd(RunStatus.COMPLETE, {}))
