@@ -1,23 +1,27 @@
 """Optimizers, selected by `optimizer.name`; lr_schedule.py has the learning rate.
 
-A second rule for some parameters is one optimizer with several parameter groups: muon.py is the
-example. The rate of a group is that of the run times its `lr_ratio`.
+If some parameters need another rule, build one optimizer with several parameter groups, as muon.py
+does. The learning rate of a group is the run's, times the group's `lr_ratio`.
+
+A built-in optimizer has its keys in config/keys/optimizer_config.py. Its builder and the
+declaration of its state are here.
 """
 
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.keys.optimizer_config import AdamWConfig, OptimizerConfig, SGDConfig
 from mingpt_ddp.errors import CodeError
 from mingpt_ddp.models.dtensor import is_dtensor
 from mingpt_ddp.optim.muon import Muon
+from mingpt_ddp.optim.state import State, declare_state
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return parameter groups: weight decay for matrices, none for vectors (biases, norms)."""
+    """Return two parameter groups: matrices with weight decay; biases and norms without it."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in parameters if p.dim() >= 2]
     vectors = [p for p in parameters if p.dim() < 2]
@@ -34,7 +38,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     The train step sets the learning rate before every step.
 
     Raises:
-        CodeError: the user's builder returned something other than a torch.optim.Optimizer.
+        CodeError: A user's builder returned something other than a torch.optim.Optimizer.
     """
     build = BUILDERS["optimizer"][config.name]
     optimizer = build(model, config)
@@ -50,6 +54,15 @@ def _adamw(model: nn.Module, config: AdamWConfig) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
+@declare_state(torch.optim.AdamW)
+def _adamw_state(parameter: Tensor, group: dict[str, Any]) -> State:
+    moments = ["exp_avg", "exp_avg_sq"]
+    if group["amsgrad"]:
+        moments.append("max_exp_avg_sq")
+    state = {name: torch.zeros_like(parameter) for name in moments}
+    return {"step": torch.zeros((), dtype=torch.float32), **state}
+
+
 def _sgd(model: nn.Module, config: SGDConfig) -> torch.optim.Optimizer:
     groups = decay_groups(model, config.weight_decay)
     is_sharded = any(map(is_dtensor, model.parameters()))
@@ -60,6 +73,11 @@ def _sgd(model: nn.Module, config: SGDConfig) -> torch.optim.Optimizer:
         nesterov=config.nesterov,
         fused=not is_sharded,  # the fused kernel takes no sharded tensors
     )
+
+
+@declare_state(torch.optim.SGD)
+def _sgd_state(parameter: Tensor, group: dict[str, Any]) -> State:
+    return {"momentum_buffer": torch.zeros_like(parameter)} if group["momentum"] else {}
 
 
 BUILDERS["optimizer"].update(adamw=_adamw, muon=Muon, sgd=_sgd)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from mingpt_ddp.config.keys.optimizer_config import MuonConfig
 from mingpt_ddp.models.ops import DTYPES, resolve_precision
+from mingpt_ddp.optim.state import DECLARATIONS, State, declare_state
 from mingpt_ddp.torch_internals import for_each, leave_overflow_to_scaler
 
 # Three Polar Express steps a x + b x^3 + c x^5, each optimal for the range of singular values that
@@ -276,8 +277,19 @@ class Muon(torch.optim.AdamW):
             parameter.grad = None
             state = self.state[parameter]
             if not state:
-                state["momentum"] = torch.zeros_like(parameter)
-                state["step"] = torch.zeros(())  # AdamW's load_state_dict expects it
+                state.update(_momentum_state(parameter))
             momenta.append(state["momentum"])
         for_each("lerp_", momenta, gradients, 1 - self.momentum)
         return for_each("lerp", gradients, momenta, self.momentum)
+
+
+@declare_state(Muon)
+def _muon_state(parameter: Tensor, group: dict[str, Any]) -> State:
+    if group["muon"]:
+        return _momentum_state(parameter)
+    return DECLARATIONS[torch.optim.AdamW](parameter, group)
+
+
+def _momentum_state(parameter: Tensor) -> State:
+    # AdamW's load_state_dict expects a step
+    return {"momentum": torch.zeros_like(parameter), "step": torch.zeros(())}

@@ -6,18 +6,17 @@ import torch
 from torch import Tensor, nn
 
 from mingpt_ddp.errors import CodeError, SnapshotError
-from mingpt_ddp.optim.muon import Muon
+from mingpt_ddp.optim.state import State, declared_state
 from mingpt_ddp.snapshots.staging_buffer import DTYPES
 
-# Numbers in an optimizer's state are stored as tensors.
+# Types of the numbers in an optimizer's state, and of the tensors that store them.
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
-CHECKED = (torch.optim.AdamW, torch.optim.SGD, Muon)  # whose state is known; not that of users
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters by name, and copies of the buffers.
 
-    The next forward pass may change a buffer in place.
+    The buffers are copied because the next forward pass may change them in place.
     """
     buffers = {name for name, _ in model.named_buffers()}
     state = dict(model.state_dict())
@@ -27,13 +26,13 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_model_state(model: nn.Module, tensors: dict[str, Tensor], assign: bool = False) -> None:
-    """Load what `model_state` returned.
+    """Load the tensors that `model_state` returned.
 
     Args:
-        assign: use the tensors as the parameters instead of copying their values.
+        assign: Use the tensors as the parameters instead of copying their values.
 
     Raises:
-        SnapshotError: names, shapes or types differ.
+        SnapshotError: Names, shapes or types differ.
     """
     expected = model.state_dict()
     wrong = sorted(expected.keys() ^ tensors.keys())
@@ -83,10 +82,11 @@ def check_savable(
     """Check that a snapshot can hold the state of a user's model and optimizer.
 
     Args:
-        by_rows: each rank will hold some rows of the parameters, and the same rows of their state.
+        by_rows: Each rank will hold some rows of the parameters, and the same rows of their state.
 
     Raises:
-        CodeError: it cannot; names the entry.
+        CodeError: A snapshot cannot hold an entry of the state, or the optimizer declares another
+            one than it keeps.
     """
     for name, value in model.state_dict().items():
         if not _is_savable_tensor(value):
@@ -98,11 +98,12 @@ def check_savable(
     for group in optimizer.param_groups:
         if any(parameter not in names for parameter in group["params"]):
             raise CodeError("the optimizer has a parameter that is not in the model")
+    declared = declared_state(optimizer)
     for parameter, state in optimizer.state.items():
         if parameter not in names:
             raise CodeError(
-                f"the optimizer's state[{str(parameter)[:50]!r}] cannot be saved: it is of "
-                "no parameter"
+                f"the optimizer's state[{str(parameter)[:50]!r}] cannot be saved: it "
+                "belongs to no parameter"
             )
         for key, value in state.items():
             what = f"the optimizer's state {key!r} of {names[parameter]}"
@@ -119,6 +120,13 @@ def check_savable(
                     f"{what} has another shape than the parameter, so that ddp.strategy=fsdp and "
                     "hsdp cannot split it; use ddp.strategy=zero1"
                 )
+        if declared is not None:
+            kept = {key: value for key, value in state.items() if value is not None}
+            if difference := _difference(kept, declared[parameter]):
+                raise CodeError(
+                    f"the optimizer's state of {names[parameter]} {difference}; change "
+                    f"@declare_state({type(optimizer).__name__})"
+                )
 
 
 def _is_savable_tensor(value: Any) -> bool:
@@ -132,10 +140,13 @@ def _kind(value: Any) -> Any:
 def load_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
 ) -> None:
-    """Load what `optimizer_state` returned.
+    """Load the tensors that `optimizer_state` returned.
+
+    If the optimizer declares its state, other state is refused: a fused kernel would not check it,
+    and would write out of bounds.
 
     Raises:
-        SnapshotError: the state is of other parameters or of another optimizer.
+        SnapshotError: The state belongs to other parameters or to another optimizer.
     """
     parameters = parameters_by_name(model, optimizer)
     number_types = {kind.__name__: kind for kind in NUMBERS}
@@ -147,12 +158,13 @@ def load_optimizer_state(
         if name not in states or (kind and not is_number):
             raise SnapshotError(f"the snapshot's optimizer state does not fit the model: {name}")
         states[name][key] = number_types[kind](tensor.item()) if kind else tensor
-    if type(optimizer) in CHECKED:
-        names = {parameter: name for name, parameter in parameters.items()}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                name = names[parameter]
-                _check_state(name, states[name], parameter, _expected_keys(optimizer, group))
+    declared = declared_state(optimizer)
+    if declared is not None:
+        for name, parameter in parameters.items():
+            if not declared[parameter]:  # SGD, if its momentum has been set to 0 since
+                states[name].clear()
+            if difference := _difference(states[name], declared[parameter]):
+                raise SnapshotError(f"the snapshot's optimizer state of {name} {difference}")
     # The optimizer's own loader knows which of its tensors move to the parameter's device.
     packed = optimizer.state_dict()
     packed["state"] = {i: states[name] for i, name in enumerate(parameters) if states[name]}
@@ -164,33 +176,23 @@ def load_optimizer_state(
                 optimizer.state[parameter][key] = value.to(cast.device)
 
 
-def _check_state(
-    name: str, state: dict[str, Tensor | float], parameter: nn.Parameter, keys: set[str]
-) -> None:
-    """Check names, shapes and types of the state.
+def _difference(state: State, declared: State) -> str:
+    """Describe the first difference of a parameter's state from the declared one, or return "".
 
-    Fused kernels do not, and would write out of bounds.
-
-    Raises:
-        SnapshotError: the built-in optimizer has other state for this parameter.
+    A parameter that has had no gradient has no state.
     """
-    if state and state.keys() != keys:  # a parameter without gradients has no state
-        raise SnapshotError(
-            f"the snapshot's optimizer state of {name} is not {', '.join(sorted(keys))}"
-        )
+    if not state:
+        return ""
+    if state.keys() != declared.keys():
+        return f"is not {', '.join(sorted(declared))}"
     for key, value in state.items():
-        wanted = ((), torch.float32) if key == "step" else (parameter.shape, parameter.dtype)
-        if not isinstance(value, Tensor) or (value.shape, value.dtype) != wanted:
-            raise SnapshotError(f"the snapshot's optimizer state does not fit the model: {name}")
+        found, expected = _shape_and_type(value), _shape_and_type(declared[key])
+        if found != expected:
+            return f"has another {key}: {found}, not {expected}"
+    return ""
 
 
-def _expected_keys(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[str]:
-    """Return the keys of a built-in optimizer's state, once it has stepped, for a group."""
-    if isinstance(optimizer, torch.optim.SGD):
-        return {"momentum_buffer"}
-    if group.get("muon"):
-        return {"step", "momentum"}
-    keys = {"step", "exp_avg", "exp_avg_sq"}
-    if group["amsgrad"]:
-        keys.add("max_exp_avg_sq")
-    return keys
+def _shape_and_type(value: Tensor | float) -> str:
+    if isinstance(value, Tensor):
+        return f"{list(value.shape)} {value.dtype}"
+    return type(value).__name__

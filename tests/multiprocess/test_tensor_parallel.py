@@ -211,7 +211,10 @@ def test_the_training_loss_counts_each_copy_once(runs):
             "=2 needs model.architecture=gpt; or set it to 1",
         ),
         (["model.dropout=0.1"], "=2 needs model.dropout=0, because"),
-        (["model.dropout=0.0", "optimizer=muon"], "=2 needs optimizer=adamw or sgd, because"),
+        (
+            ["model.dropout=0.0", "optimizer=muon"],
+            "=2 needs optimizer=adamw, say, because muon needs",
+        ),
         (
             ["model.dropout=0.0", "trainer.precision=fp16"],
             "=2 needs trainer.precision=fp32 or bf16, because",

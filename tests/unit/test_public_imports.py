@@ -26,7 +26,7 @@ PUBLIC = {
     ),
     "mingpt_ddp.metrics.jsonl": "read_history",
     "mingpt_ddp.models": "ModelProtocol SupportsKVCache SupportsSeveralDevices",
-    "mingpt_ddp.optim": "decay_groups",
+    "mingpt_ddp.optim": "declare_state decay_groups",
     "mingpt_ddp.parts": (
         "Attention BlockSpec CachePosition KVCache PartConfig cross_entropy dropout rms_norm"
     ),

@@ -1,8 +1,9 @@
 """The keys of the optimizers, which users can extend with a Python file."""
 
 # ruff: noqa: RUF009  key() returns a dataclass field
+import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -34,6 +35,11 @@ SCHEDULES: dict[str | None, type] = dict.fromkeys(
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(UserCodeConfig):
     """The keys of every optimizer: learning rate, weight decay and schedule (mingpt_ddp/optim)."""
+
+    # A rate outside these bounds is doubtful.
+    usual_lr: ClassVar[tuple[float, float]] = (0.0, math.inf)
+    # A step needs whole matrices, so that no strategy may split them.
+    needs_whole_matrices: ClassVar[bool] = False
 
     name: str = key(..., "the registered optimizer to build: adamw, muon, sgd or your own")
     lr: LearningRate = key(
@@ -94,6 +100,8 @@ class OptimizerConfig(UserCodeConfig):
 class AdamWConfig(OptimizerConfig):
     """AdamW for all parameters."""
 
+    usual_lr = (1e-5, 1e-2)
+
     betas: tuple[DecayFactor, DecayFactor] = key((0.9, 0.99), "decay per step of both moments")
     eps: PositiveFloat = key(1e-8, "added to the root of the second moment")
 
@@ -101,6 +109,8 @@ class AdamWConfig(OptimizerConfig):
 @dataclass(frozen=True, kw_only=True)
 class SGDConfig(OptimizerConfig):
     """Stochastic gradient descent with momentum for all parameters."""
+
+    usual_lr = (1e-4, 3.0)
 
     momentum: DecayFactor = key(0.9, "decay per step of the moving average")
     nesterov: bool = key(True, "Nesterov's momentum")
@@ -117,6 +127,9 @@ class SGDConfig(OptimizerConfig):
 class MuonConfig(OptimizerConfig):
     """Muon for the matrices of the hidden layers, AdamW for everything else (mingpt_ddp/optim)."""
 
+    usual_lr = (2e-3, 0.3)
+    needs_whole_matrices = True
+
     momentum: DecayFactor = key(0.95, "Muon's decay per step of the moving average")
     embedding_lr: LearningRate = key(0.1, "AdamW's peak for embeddings")
     head_lr: LearningRate = key(0.02, "AdamW's peak for a matrix in the model's `head`")
@@ -125,3 +138,7 @@ class MuonConfig(OptimizerConfig):
         (0.9, 0.95), "AdamW's decay per step of both moments"
     )
     eps: PositiveFloat = key(1e-10, "AdamW's, added to the root of the second moment")
+
+
+# The registered values of optimizer.name.
+OPTIMIZERS: dict[str | None, type] = {"adamw": AdamWConfig, "muon": MuonConfig, "sgd": SGDConfig}

@@ -31,11 +31,9 @@ from mingpt_ddp.config.keys.model_config import (
     PartConfig,
 )
 from mingpt_ddp.config.keys.optimizer_config import (
-    AdamWConfig,
-    MuonConfig,
+    OPTIMIZERS,
     OptimizerConfig,
     ScheduleConfig,
-    SGDConfig,
 )
 from mingpt_ddp.config.keys.sweep_config import SweepConfig
 from mingpt_ddp.config.keys.trainer_config import TrainerConfig
@@ -272,7 +270,7 @@ GROUPS: dict[str, Selection] = {
     "run": ((), {None: RunConfig}),
     "task": (("name",), {"language_model": ClassesConfig}),
     "model": (("architecture",), MODELS),
-    "optimizer": (("name",), {"adamw": AdamWConfig, "muon": MuonConfig, "sgd": SGDConfig}),
+    "optimizer": (("name",), OPTIMIZERS),
     "data": (("dataset", "reader"), {None: DataConfig}),
     "ddp": ((), {None: DDPConfig}),
     "trainer": ((), {None: TrainerConfig}),

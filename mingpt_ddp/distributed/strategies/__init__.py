@@ -41,10 +41,10 @@ def check_strategy(config: Config, world_size: int) -> None:
         raise ConfigError(
             f"ddp.strategy=hsdp needs at least {MIN_HSDP_RANKS} ranks, not {world_size}; use fsdp"
         )
-    if name in ("fsdp", "hsdp") and config.optimizer.name == "muon":
+    if name in ("fsdp", "hsdp") and config.optimizer.needs_whole_matrices:
         raise ConfigError(
-            f"optimizer.name=muon orthogonalizes whole matrices, which ddp.strategy={name} "
-            "splits; use ddp.strategy=zero1"
+            f"optimizer.name={config.optimizer.name} needs whole matrices, which "
+            f"ddp.strategy={name} splits; use ddp.strategy=zero1"
         )
 
 

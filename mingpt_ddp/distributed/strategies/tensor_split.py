@@ -57,8 +57,8 @@ def check_tensor_parallel(config: Config) -> None:
     need(not parts, f"the architecture's own parts, without {parts}")
     need(not uses_user_code(config), "built-in optimizers, tasks and datasets")
     need(
-        config.optimizer.name != "muon",
-        "optimizer=adamw or sgd, because Muon needs whole matrices",
+        not config.optimizer.needs_whole_matrices,
+        f"optimizer=adamw, say, because {config.optimizer.name} needs whole matrices",
     )
     need(
         config.trainer.precision != "fp16",
@@ -153,10 +153,7 @@ def separate_groups(optimizer: torch.optim.Optimizer) -> None:
             members = [p for p in group["params"] if is_dtensor(p) == is_split]
             if not members:
                 continue
-            separate = {**group, "params": members}
-            if is_split and isinstance(optimizer, torch.optim.SGD):
-                separate["fused"] = None  # its fused kernel takes no DTensor
-            groups.append(separate)
+            groups.append({**group, "params": members})
     optimizer.param_groups[:] = groups
 
 

@@ -1,6 +1,5 @@
 """Find settings that are valid but look doubtful, with the reason and what to do."""
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +9,6 @@ from mingpt_ddp.metrics.gpus import GIB
 from mingpt_ddp.training.length import early_end, long_warmup
 from mingpt_ddp.training.start.start_log import long_metrics
 
-# The usual learning rates, by optimizer.
-LEARNING_RATES = {"adamw": (1e-5, 1e-2), "muon": (2e-3, 0.3), "sgd": (1e-4, 3.0)}
 MANY_EPOCHS = 10
 LARGE = 10  # parameters per item (token or sample) of the data
 
@@ -70,7 +67,7 @@ def _doubt_length(config: Config, plan: dict[str, Any]) -> Iterator[str]:
 
 
 def _doubt_batch(optimizer: OptimizerConfig, batch: dict[str, Any]) -> Iterator[str]:
-    low, high = LEARNING_RATES.get(optimizer.name, (0.0, math.inf))
+    low, high = optimizer.usual_lr
     if not low <= batch["lr"] <= high:
         usual = f"for {optimizer.name} {low:g} to {high:g} is usual"
         yield f"the learning rate is {batch['lr']:g}, {usual}; check optimizer.lr"

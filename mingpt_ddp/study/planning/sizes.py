@@ -1,12 +1,14 @@
 """Compute the sizes of a model and of its training step, without memory for either.
 
-The model is built and its optimizer takes a step on torch's meta device, where tensors have shapes
-and no values. Activations come from formulas, with a row of BLOCKS for each architecture.
+The model is built on torch's meta device, where tensors have shapes and no values. An optimizer
+that does not declare its state takes a step there. Activations come from formulas, with a row of
+BLOCKS for each architecture.
 
 Symbols: B sequences of a micro-batch, T tokens of a context, C = n_embd, H = n_head, V outputs;
 E = B T C, the elements between two blocks; s bytes of an element in matrix products.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +26,7 @@ from mingpt_ddp.models.gpt import GPT
 from mingpt_ddp.models.modern import Modern
 from mingpt_ddp.models.ops import DTYPES
 from mingpt_ddp.optim import build_optimizer
-from mingpt_ddp.optim.muon import Muon
+from mingpt_ddp.optim.state import State, declared_state
 from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.language_model import LanguageModel
@@ -158,7 +160,8 @@ def sizes_of(task: Task, precision: str, device: str = "meta") -> Sizes:
                 if config.trainer.activation_checkpointing:
                     apply_activation_checkpointing(model)
                 optimizer = build_optimizer(model, config.optimizer)
-            _take_step(optimizer)  # outside of the context, because it may read its count of steps
+            # outside of the device's context, because a step may read the count of steps
+            states = declared_state(optimizer) or _measured_state(optimizer)
     except ConfigError:
         raise
     except Exception as error:  # from a user's code
@@ -169,9 +172,8 @@ def sizes_of(task: Task, precision: str, device: str = "meta") -> Sizes:
         ) from error
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     blocks = [sum(p.numel() for p in b.parameters()) for b in getattr(model, "blocks", ())]
-    state = optimizer.state
-    muon = [p for p in state if "momentum" in state[p]] if isinstance(optimizer, Muon) else []
-    tensors = [value for values in state.values() for value in values.values()]
+    muon = [p for group in optimizer.param_groups if group.get("muon") for p in group["params"]]
+    tensors = [value for state in states.values() for value in state.values()]
     itemsize = DTYPES[precision].itemsize
     return Sizes(
         parameters=sum(p.numel() for p in model.parameters()),
@@ -189,14 +191,15 @@ def sizes_of(task: Task, precision: str, device: str = "meta") -> Sizes:
     )
 
 
-def _take_step(optimizer: Optimizer) -> None:
-    """Let an optimizer create its state."""
+def _measured_state(optimizer: Optimizer) -> Mapping[Tensor, State]:
+    """Take a step. Return the state that the optimizer has created for each parameter."""
     for group in optimizer.param_groups:
         if group.get("fused"):
             group["fused"] = False  # the meta device has no fused kernel
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
+    return optimizer.state
 
 
 def _activations(task: Task, model: nn.Module, itemsize: int) -> Activations | None:

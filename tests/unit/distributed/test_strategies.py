@@ -38,7 +38,7 @@ def build(settings: Config, group: SimpleNamespace) -> Strategy:
         (
             "ddp.strategy=fsdp optimizer=muon",
             2,
-            "muon orthogonalizes whole matrices.* use ddp.strategy=zero1",
+            "muon needs whole matrices.* use ddp.strategy=zero1",
         ),
         ("ddp.strategy=hsdp optimizer=muon", 4, "which ddp.strategy=hsdp splits"),
     ],

@@ -332,7 +332,10 @@ class ColonInName(PlainSGD):
         ),
         (StateInGroup, "the optimizer own would not resume exactly: its step depends on more than"),
         (StringState, "the optimizer's state 'phase' of scores.weight cannot be saved: str"),
-        (SharedState, r"the optimizer's state\['all'\] cannot be saved: it is of no parameter"),
+        (
+            SharedState,
+            r"the optimizer's state\['all'\] cannot be saved: it belongs to no parameter",
+        ),
         (ColonInName, "names without a colon"),
         (lambda *_: None, "own must be a torch.optim.Optimizer, not NoneType"),
     ],
