@@ -132,15 +132,7 @@ def losses_of_steps(device: str, words: list[str], in_group: bool) -> list[float
 
 def strategy_of_ranks(config: Any, runtime: Any) -> Any:
     """Return the strategy that several ranks get."""
-    from mingpt_ddp.distributed.strategies.ddp import DDPStrategy
-    from mingpt_ddp.distributed.strategies.fsdp import FSDPStrategy
-    from mingpt_ddp.distributed.strategies.zero1 import Zero1Strategy
+    from mingpt_ddp.distributed.strategies import strategy_class
 
-    device, group = runtime.device, runtime.group
-    kinds = {
-        "ddp": DDPStrategy,
-        "fsdp": FSDPStrategy,
-        "zero1": Zero1Strategy,
-    }
-    cls = kinds[config.ddp.strategy]
-    return cls(config.ddp, config.trainer, device, group, compiles=False)
+    strategy = strategy_class(config.ddp, world_size=2)
+    return strategy(config.ddp, config.trainer, runtime.device, runtime.group, compiles=False)

@@ -99,7 +99,7 @@ class SnapshotManager:
             SnapshotError: there are snapshots, but none that this run can resume from.
         """
         group = self.runtime.group
-        whole = not self.runtime.strategy.is_sharded
+        whole = self.runtime.strategy.shards == 1
         if not whole:
             self._shard_plan.check_reach()
 

@@ -48,7 +48,7 @@ class Evaluation:
         Raises:
             ConfigError: no rank holds all weights.
         """
-        if not self.runtime.strategy.holds_all_weights:
+        if self.runtime.strategy.weights != "whole":
             raise ConfigError(
                 "evaluation.generate needs all weights on every rank; call evaluation.model, or "
                 "use ddp.strategy=ddp or zero1"

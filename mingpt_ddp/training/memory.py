@@ -48,7 +48,7 @@ def refuse_out_of_memory(
 def _could_shard(config: Config, runtime: Runtime) -> bool:
     """Return whether ddp.strategy=fsdp would divide the model over the ranks."""
     group = runtime.group
-    if group.world_size == 1 or group.tensor_size > 1 or runtime.strategy.shards_model:
+    if group.world_size == 1 or runtime.strategy.weights != "whole":
         return False
     with suppress(ConfigError):
         check_strategy(replace(config, ddp=replace(config.ddp, strategy="fsdp")), group.world_size)

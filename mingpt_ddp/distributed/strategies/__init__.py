@@ -60,19 +60,21 @@ def build_strategy(
     Raises:
         ConfigError: hsdp does not fit the nodes.
     """
-    return _class_of(ddp, group)(ddp, trainer, device, group, compiles)
+    strategy = strategy_class(ddp, group.world_size)
+    return strategy(ddp, trainer, device, group, compiles)
 
 
-def _class_of(ddp: DDPConfig, group: ProcessGroup) -> type[Strategy]:
+def strategy_class(ddp: DDPConfig, world_size: int) -> type[Strategy]:
+    """Return the class of a strategy, which says what a rank holds."""
     name = ddp.strategy
     if ddp.reduction == "canonical":
-        shards = name == "zero1" and group.world_size > 1
-        return CanonicalZero1Strategy if shards else CanonicalStrategy
-    if group.tensor_size > 1:
+        is_owned = name == "zero1" and world_size > 1
+        return CanonicalZero1Strategy if is_owned else CanonicalStrategy
+    if ddp.tensor_parallel > 1:
         from mingpt_ddp.distributed.strategies.tensor_parallel import TensorParallelStrategy
 
         return TensorParallelStrategy
-    if group.world_size == 1:
+    if world_size == 1:
         return SingleStrategy
     if name in ("fsdp", "hsdp"):
         from mingpt_ddp.distributed.strategies.fsdp import FSDPStrategy  # takes half a second

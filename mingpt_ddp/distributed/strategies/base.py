@@ -9,7 +9,7 @@ passes `wrap` before the first step. Then every step calls `begin_step`, `micro_
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -31,20 +31,20 @@ from mingpt_ddp.optim.muon import DividesWork
 from mingpt_ddp.torch_internals import for_each
 
 T = TypeVar("T")
-STATE = ("weights", "optimizer", "average", "gradients")  # of a rank, besides activations
-# What the ranks divide of it, by ddp.strategy; with the others each has all.
-DIVIDED = {"zero1": ("optimizer",), "fsdp": STATE, "hsdp": STATE}
-WARMUP_PASSES = 2  # after these DDP does not rebuild its buckets
+# What a rank holds: everything; all tensors of the parameters that it owns; some rows of each
+# tensor; or some rows or columns of the matrices that tensor parallelism splits.
+Held: TypeAlias = Literal["whole", "owned", "rows", "columns"]
+WARMUP_PASSES = 2  # DDP rebuilds its buckets in these passes, and not after them
 
 
 class Strategy:
-    """Each rank holds the whole state. The methods are those of one rank."""
+    """Hold the whole model on each rank. A method describes what one rank does."""
 
     name = "single"
-    holds_all_weights = True  # on every rank
-    shards = 1  # parts of what is sharded
+    weights: Held = "whole"  # also their average (trainer.ema) and their gradients
+    optimizer_state: Held = "whole"
     is_canonical = False  # a step has the same bits on any number of ranks
-    allows_several_devices = False  # for the layers of one rank
+    allows_several_devices = False  # a model may place its layers on several devices of a rank
 
     def __init__(
         self,
@@ -58,6 +58,9 @@ class Strategy:
         self.trainer = trainer
         self.device = device
         self.group = group
+        # Number of ranks that hold the optimizer's state together. Each writes and reads its own
+        # shard of a snapshot. 1 if rank zero holds all, or can gather it.
+        self.shards = group.world_size if self.optimizer_state in ("owned", "rows") else 1
         self.compiles = compiles
         self.graphs = False  # the compiled model is replayed from CUDA graphs
         self.all_reduce_s = 0.0  # blocking all-reduce of the latest step
@@ -65,22 +68,6 @@ class Strategy:
         self.clock = StepClock(device)
         # the first compiles, the second records CUDA graphs
         self.warmup_passes = WARMUP_PASSES + 1 if compiles else 0
-
-    @property
-    def is_sharded(self) -> bool:
-        """Return whether each rank writes and reads its own part of a snapshot."""
-        return self.name in DIVIDED
-
-    @property
-    def shards_model(self) -> bool:
-        """Return whether a rank holds some rows of the weights, and each forward pass gathers."""
-        return "weights" in DIVIDED.get(self.name, ())
-
-    @property
-    def part(self) -> int:
-        """Return which part of a divided model this rank holds; 0 if each holds the whole."""
-        parts = self.shards if self.shards_model else self.group.tensor_size
-        return self.group.rank % parts
 
     # The model.
 
@@ -116,7 +103,7 @@ class Strategy:
     def configure(self, optimizer: Optimizer) -> None:
         """Let an optimizer divide its work over the ranks, if all update all parameters."""
         if isinstance(optimizer, DividesWork):
-            ranks = 1 if self.is_sharded else self.group.world_size
+            ranks = self.group.world_size if self.optimizer_state == "whole" else 1
             optimizer.divide_work(self.group.rank, ranks, self.group.waiting, self.is_canonical)
 
     def wrap(self, model: nn.Module, graphs: bool = False) -> nn.Module:
@@ -155,7 +142,7 @@ class Strategy:
         Args:
             build: returns a new model on the CPU.
         """
-        if self.holds_all_weights:
+        if self.weights == "whole":
             return work(model)
         with self.group.waiting():
             tensors = self.gather_weights(model)
@@ -176,7 +163,7 @@ class Strategy:
     @property
     def waits_in_passes(self) -> bool:
         """Return whether each forward and backward pass is a collective."""
-        return self.ddp.sync_batchnorm or not self.holds_all_weights
+        return self.ddp.sync_batchnorm or self.weights != "whole"
 
     def passes(self, total: int) -> int:
         """Return how many of `total` forward passes, divided over the ranks, this rank makes."""

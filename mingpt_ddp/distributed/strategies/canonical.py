@@ -5,6 +5,7 @@ computed them (`group/ordered_sum.py`). DistributedDataParallel adds those of a 
 """
 
 import time
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from mingpt_ddp.distributed.group.json_collectives import refuse_other_names
 from mingpt_ddp.distributed.group.ordered_sum import Reducer, build_reducer
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.strategies.base import Strategy
-from mingpt_ddp.distributed.strategies.zero1 import Zero1Strategy
+from mingpt_ddp.distributed.strategies.zero1 import OwnedState
 from mingpt_ddp.errors import ConfigError, TrainingError
 from mingpt_ddp.torch_internals import for_each
 
@@ -217,10 +218,6 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
-class CanonicalZero1Strategy(CanonicalStrategy, Zero1Strategy):
-    """The same sums; each rank keeps the optimizer's state of its own parameters alone."""
-
-    name = "zero1"
-
-    def comm_times(self, parallel_model: nn.Module) -> tuple[float, float]:
-        return Strategy.comm_times(self, parallel_model)
+@final
+class CanonicalZero1Strategy(OwnedState, CanonicalStrategy):
+    """Add gradients in the same order; update only the parameters that this rank owns."""

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -67,10 +67,12 @@ def check_no_scalars(strategy: str, dimensions: Mapping[str, int]) -> None:
         )
 
 
+@final
 class FSDPStrategy(Strategy):
     """Shard each of `model.blocks`, then the rest of the model as one."""
 
-    holds_all_weights = False
+    weights = "rows"
+    optimizer_state = "rows"
 
     def __init__(
         self,
@@ -86,7 +88,6 @@ class FSDPStrategy(Strategy):
         """
         super().__init__(ddp, trainer, device, group, compiles)
         self.name = ddp.strategy
-        self.shards = group.world_size
         shape: tuple[int, ...] = (self.shards,)
         if self.name == "hsdp":
             self.shards = self._shards_per_replica()

@@ -1,6 +1,7 @@
 """One rank: the model itself, compiled if requested."""
 
 from dataclasses import replace
+from typing import final
 
 from mingpt_ddp.config.keys.schema import DDPConfig
 from mingpt_ddp.distributed.strategies.base import Strategy
@@ -18,6 +19,7 @@ def for_one_rank(ddp: DDPConfig) -> DDPConfig:
     )
 
 
+@final
 class SingleStrategy(Strategy):
     """Train on one rank."""
 

@@ -5,6 +5,7 @@ Gradients are averaged between copies.
 
 import time
 from collections.abc import Mapping
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,13 @@ from mingpt_ddp.distributed.strategies.tensor_split import (
 )
 
 
+@final
 class TensorParallelStrategy(Strategy):
     """Split the matrices of a GPT over the ranks of a tensor group."""
 
     name = "tensor parallel"
-    holds_all_weights = False
+    weights = "columns"
+    optimizer_state = "columns"
 
     def prepare(self, model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
         assert self.group.mesh is not None

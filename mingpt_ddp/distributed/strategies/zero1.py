@@ -1,11 +1,13 @@
-"""ZeRO stage 1: the optimizer's state is divided over ranks, gradients and weights are not.
+"""ZeRO stage 1: each parameter has an owner, the rank that keeps its optimizer state.
+
+All ranks have all weights and gradients.
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models" (arXiv:1910.02054).
 """
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -13,21 +15,22 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.distributed.strategies.ddp import DDPStrategy
 
 K = TypeVar("K")
 
 
 def assign_owners(model: nn.Module, ranks: int) -> dict[str, int]:
-    """Assign the trainable parameters of a model to ranks."""
+    """Assign the trainable parameters of a model to ranks, by name."""
     named = dict(model.named_parameters())
     return share_out({n: named[n].numel() for n in sorted(named) if named[n].requires_grad}, ranks)
 
 
 def share_out(sizes: Mapping[K, int], ranks: int) -> dict[K, int]:
-    """Assign what has these sizes to ranks: largest first, each to the least loaded rank.
+    """Assign items of these sizes to ranks: largest first, each to the least loaded rank.
 
-    Where sizes are equal, what comes first is assigned first.
+    Items of equal size are assigned in their order.
     """
     loads = [0] * ranks
     owners = {}
@@ -37,19 +40,19 @@ def share_out(sizes: Mapping[K, int], ranks: int) -> dict[K, int]:
     return owners
 
 
-class Zero1Strategy(DDPStrategy):
-    """Each parameter has an owner: it alone keeps its state, updates it and broadcasts it."""
+class OwnedState(Strategy):
+    """Only the owner of a parameter keeps its state. It updates the weights and broadcasts them."""
 
     name = "zero1"
+    optimizer_state = "owned"
     allows_several_devices = False
 
-    # of a prepared model
-    _owners: dict[str, int]  # by the name of the parameter
-    _parameters: list[list[nn.Parameter]]  # by owner
+    # Set by `prepare`.
+    _owners: dict[str, int]  # rank that owns each parameter, by its name
+    _parameters: list[list[nn.Parameter]]  # parameters of each owner
 
     def prepare(self, model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
         model = super().prepare(model, dtype)
-        self.shards = self.group.world_size
         self._owners = assign_owners(model, self.shards)
         self._parameters = [[] for _ in range(self.shards)]
         parameters = dict(model.named_parameters())
@@ -61,8 +64,8 @@ class Zero1Strategy(DDPStrategy):
         """Update the parameters of this rank, then receive the others.
 
         An optimizer skips a parameter without a gradient and creates no state for it. The scaler
-        has checked all gradients before. An optimizer that creates all state when it is built loses
-        that of others here.
+        has checked all gradients before. If an optimizer creates all state when it is built, the
+        state of other owners' parameters is deleted here.
         """
         for owner, parameters in enumerate(self._parameters):
             if owner == self.group.rank:
@@ -95,3 +98,8 @@ class Zero1Strategy(DDPStrategy):
 
     def owns_state(self, name: str) -> bool:
         return self._owners.get(name, self.group.rank) == self.group.rank
+
+
+@final
+class Zero1Strategy(OwnedState, DDPStrategy):
+    """Average gradients as DDP does; update only the parameters that this rank owns."""

@@ -32,7 +32,7 @@ def read_shards(
         StorageUnavailableError: A rank cannot read the snapshot.
     """
     group = runtime.group
-    shards_model = runtime.strategy.shards_model
+    every_rank_reads = runtime.strategy.weights == "rows"
     read = partial(_read, runtime.strategy, snapshot)
     tensors: dict[str, Any] = {}
 
@@ -41,11 +41,11 @@ def read_shards(
         for kind in ("model", "ema"):
             read_weights = partial(read, kind, model.state_dict())
             tensors[kind] = (
-                read_weights() if shards_model else group.env.call_on_rank_zero(read_weights)
+                read_weights() if every_rank_reads else group.env.call_on_rank_zero(read_weights)
             )
 
     group.decide_on_rank_zero(read_own, len)  # raises the error of any rank on all
-    if not shards_model:
+    if not every_rank_reads:
         for kind in ("model", "ema"):
             tensors[kind] = group.broadcast_tensors(tensors[kind])
     return replace(snapshot, **tensors, index=None)

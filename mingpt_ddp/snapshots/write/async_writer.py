@@ -169,7 +169,7 @@ class AsyncSave(threading.Thread):
         """Stage; return what rank zero needs to know of it, as JSON values."""
         self._contents = self._stage()
         described: dict[str, Any] = {"lines": {}, "hooks": {}}
-        if not self.runtime.strategy.shards_model:  # else no rank has a whole tensor
+        if self.runtime.strategy.weights != "rows":  # else no rank has a whole tensor
             for file, buffer in self.buffers.items():
                 lines = describe_tensors(buffer.tensors)
                 described["lines"][kind_of(file)] = lines

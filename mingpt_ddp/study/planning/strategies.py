@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.distributed.strategies.base import DIVIDED
+from mingpt_ddp.distributed.strategies import strategy_class
+from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.distributed.strategies.fsdp import check_no_scalars, shards_per_replica
 from mingpt_ddp.metrics.gpus import GIB
 from mingpt_ddp.study.planning.batch import BatchOnRanks
@@ -81,7 +82,7 @@ class Footprint:
         Raises:
             ConfigError: The strategy cannot divide the parameters, or the ranks.
         """
-        if self.gathers:
+        if self.rank_holds.weights == "rows":
             check_no_scalars(self.strategy, dict.fromkeys(self.sizes.scalars, 0))
         rows, memory = self.batch.micro_batch_size, self.devices.memory
         peak = self.peak(rows)
@@ -109,16 +110,16 @@ class Footprint:
         return self.config.ddp.tensor_parallel
 
     @property
-    def gathers(self) -> bool:
-        """True if the ranks divide the weights by rows and gather them for each block."""
-        return "weights" in DIVIDED.get(self.strategy, ())
+    def rank_holds(self) -> type[Strategy]:
+        """The class of the strategy: it says what a rank holds."""
+        return strategy_class(self.config.ddp, self.devices.ranks)
 
     @property
     def shards(self) -> int:
         """Number of ranks that divide the rows of weights, gradients and optimizer state."""
         if self.strategy == "hsdp":
             return shards_per_replica([self.devices.ranks_per_node] * self.devices.nodes)
-        return self.devices.ranks if self.gathers else 1
+        return self.devices.ranks if self.rank_holds.weights == "rows" else 1
 
     @property
     def share(self) -> float:
@@ -128,8 +129,8 @@ class Footprint:
 
     @property
     def optimizer_share(self) -> float:
-        """The share of the optimizer's state; with zero1 each parameter has one owner."""
-        if self.strategy == "zero1":
+        """The share of the optimizer's state that a rank holds."""
+        if self.rank_holds.optimizer_state == "owned":
             return max(self.sizes.largest / self.sizes.trained, 1 / self.devices.ranks)
         return self.share
 
@@ -156,6 +157,7 @@ class Footprint:
         """Return the moments of a step that may need most memory."""
         sizes, known = self.sizes, self.sizes.activations
         has_buckets = self.strategy in ("ddp", "zero1")  # of gradients, which stay allocated
+        gathers = self.rank_holds.weights == "rows"
         gradients = FP32 * sizes.trained * self.share
         # While passes run: the buckets, and the gradients that earlier passes have summed.
         held = gradients * (has_buckets + (self.batch.micro_batches_per_rank > 1))
@@ -171,18 +173,18 @@ class Footprint:
         embedding = known.outputs * known.model.n_embd
         recomputes = self.config.trainer.activation_checkpointing
         # Autocast copies weights. With fsdp they are gathered in the type of products instead.
-        copied = 0 if self.gathers or s == FP32 else s
+        copied = 0 if gathers or s == FP32 else s
         block = known.block(rows, self.parts) + copied * sizes.block / self.parts
-        kept = known.block_input(rows, self.gathers) if recomputes else block
+        kept = known.block_input(rows, gathers) if recomputes else block
         before = s * known.row.before * stream
         blocks = before + known.model.n_layer * kept
         backward = s * known.row.backward * stream + recomputes * block
         outside = sizes.parameters - sizes.blocks
-        gathered = self.gathers * s * (outside + sizes.block)
+        gathered = gathers * s * (outside + sizes.block)
         # Gradients, the next block's weights, and an fp32 copy of the gradients to reduce.
-        reduced = self.gathers * (s * outside + (2 * s + FP32) * sizes.block)
+        reduced = gathers * (s * outside + (2 * s + FP32) * sizes.block)
         cached = recomputes * copied * sizes.blocks / self.parts
-        tied = 2 * FP32 * embedding * (known.row.is_tied and not self.gathers)
+        tied = 2 * FP32 * embedding * (known.row.is_tied and not gathers)
         return [
             Moment(held, blocks, FP32 * logits + cached),  # end of the forward pass
             Moment(  # backward pass of the loss: probabilities, two gradients of that size
@@ -220,7 +222,8 @@ class Footprint:
         sizes, ranks, passes = self.sizes, self.devices.ranks, self.batch.micro_batches_per_rank
         gradients = FP32 * sizes.trained
         nodes = _ring(self.devices.nodes)
-        if self.gathers:  # weights before each forward and backward pass, then gradients
+        if self.rank_holds.weights == "rows":
+            # gather weights before each forward and backward pass, then reduce gradients
             each = passes * (2 * sizes.itemsize * sizes.parameters + gradients)
             replicas = ranks // self.shards
             summed = 2 * passes * gradients * (replicas > 1)  # of hsdp, between replicas
@@ -239,7 +242,7 @@ class Footprint:
         sent = 2 * gradients
         if self.config.ddp.comm_hook in HALVING_HOOKS:
             sent = gradients
-        if self.strategy == "zero1":  # each owner broadcasts its weights
+        if self.rank_holds.optimizer_state == "owned":  # each owner broadcasts its weights
             sent += gradients
         elif sizes.muon:  # ranks gather the matrices in bf16
             sent += 2 * sizes.muon

@@ -121,7 +121,9 @@ def check_resumes_exactly(
         first.step(1)
         trainable = first.trainable
         state_dict.check_savable(
-            trainable.model, trainable.optimizer, by_rows=trial.runtime.strategy.shards_model
+            trainable.model,
+            trainable.optimizer,
+            by_rows=trial.runtime.strategy.weights == "rows",
         )
         first.step(2)
         first.step(3)

@@ -67,7 +67,7 @@ def refuse_divided_state(runtime: Runtime) -> None:
     """
     for key, registered in BUILDERS["action"].items():
         action = Action(key.split()[0], registered, registered)
-        if action.has_state and not runtime.strategy.holds_all_weights:
+        if action.has_state and runtime.strategy.weights != "whole":
             raise ConfigError(
                 f"{action.label} has state, which needs all weights on every rank; use a function, "
                 "or ddp.strategy=ddp or zero1"

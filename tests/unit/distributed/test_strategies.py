@@ -13,7 +13,7 @@ from torch import nn
 
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.distributed.device.compile import allows_compile, should_compile
-from mingpt_ddp.distributed.strategies import build_strategy, check_strategy
+from mingpt_ddp.distributed.strategies import build_strategy, check_strategy, strategy_class
 from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.distributed.strategies.zero1 import assign_owners
 from mingpt_ddp.errors import CodeError, ConfigError
@@ -46,6 +46,25 @@ def build(settings: Config, group: SimpleNamespace) -> Strategy:
 def test_refused(words, world_size, message):
     with pytest.raises(ConfigError, match=message):
         check_strategy(config(*words.split()), world_size)
+
+
+@pytest.mark.parametrize(
+    ("words", "world_size", "weights", "optimizer_state"),
+    [
+        ("ddp.strategy=fsdp", 1, "whole", "whole"),
+        ("ddp.strategy=ddp", 2, "whole", "whole"),
+        ("ddp.strategy=zero1", 2, "whole", "owned"),
+        ("ddp.strategy=fsdp", 2, "rows", "rows"),
+        ("ddp.strategy=hsdp", 4, "rows", "rows"),
+        ("ddp.tensor_parallel=2", 2, "columns", "columns"),
+        ("ddp.reduction=canonical", 2, "whole", "whole"),
+        ("ddp.reduction=canonical ddp.strategy=zero1", 1, "whole", "whole"),
+        ("ddp.reduction=canonical ddp.strategy=zero1", 2, "whole", "owned"),
+    ],
+)
+def test_what_a_rank_holds(words, world_size, weights, optimizer_state):
+    strategy = strategy_class(config(*words.split()).ddp, world_size)
+    assert (strategy.weights, strategy.optimizer_state) == (weights, optimizer_state)
 
 
 @pytest.mark.parametrize("hosts", [["a"] * 5, ["a", "b", "c", "d"], ["a", "a", "a", "b"]])

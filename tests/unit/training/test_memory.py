@@ -14,12 +14,11 @@ from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.training.memory import refuse_out_of_memory
 
 
-def refuse(*overrides: str, ranks: int = 1, shards_model: bool = False):
+def refuse(*overrides: str, ranks: int = 1, weights: str = "whole"):
     """Return the context of a step of a run on rank 1."""
     config = from_mapping(configure(*overrides))
-    strategy = SimpleNamespace(shards_model=shards_model)
-    size = config.ddp.tensor_parallel
-    group = SimpleNamespace(rank=1, world_size=ranks, tensor_size=size)
+    strategy = SimpleNamespace(weights=weights)
+    group = SimpleNamespace(rank=1, world_size=ranks)
     return refuse_out_of_memory(config, SimpleNamespace(strategy=strategy, group=group), "a step")
 
 
@@ -56,8 +55,8 @@ FSDP = "set ddp.strategy=fsdp"
         ([], {}, [BATCH, CHECKPOINTING]),
         ([], {"ranks": 2}, [BATCH, CHECKPOINTING, FSDP]),
         (["trainer.activation_checkpointing=true"], {"ranks": 2}, [BATCH, FSDP]),
-        (["ddp.strategy=fsdp"], {"ranks": 2, "shards_model": True}, [BATCH, CHECKPOINTING]),
-        (["ddp.tensor_parallel=2"], {"ranks": 2}, [BATCH, CHECKPOINTING]),
+        (["ddp.strategy=fsdp"], {"ranks": 2, "weights": "rows"}, [BATCH, CHECKPOINTING]),
+        (["ddp.tensor_parallel=2"], {"ranks": 2, "weights": "columns"}, [BATCH, CHECKPOINTING]),
         (["optimizer=muon"], {"ranks": 2}, [BATCH, CHECKPOINTING]),
         (["ddp.comm_hook=fp16"], {"ranks": 2}, [BATCH, CHECKPOINTING]),
     ],
