@@ -1,6 +1,6 @@
-"""How the ranks train one model, selected by `ddp.strategy`: one file each.
+"""Strategies: how several ranks train one model. `ddp.strategy` selects one.
 
-base.py says what a strategy does.
+base.py describes the methods of a strategy. Each strategy has a file of its own.
 """
 
 import torch
@@ -27,7 +27,7 @@ def check_strategy(config: Config, world_size: int) -> None:
     """Refuse a strategy that does not fit the number of ranks or the optimizer.
 
     Raises:
-        ConfigError: names the key to change.
+        ConfigError: It names the key to change.
     """
     name = config.ddp.strategy
     if config.ddp.reduction == "canonical":
@@ -58,7 +58,7 @@ def build_strategy(
     """Build the strategy that `check_strategy` accepted. On one rank every strategy is `single`.
 
     Raises:
-        ConfigError: hsdp does not fit the nodes.
+        ConfigError: The nodes do not have the ranks that hsdp needs.
     """
     strategy = strategy_class(ddp, group.world_size)
     return strategy(ddp, trainer, device, group, compiles)

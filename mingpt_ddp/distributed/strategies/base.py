@@ -1,9 +1,9 @@
-"""The base class of all strategies: what the train step, evaluation and snapshots may ask.
+"""The base class of all strategies, with the methods for training, evaluation and snapshots.
 
-A model passes `prepare` before its optimizer is built, and the optimizer `configure`; the model
-passes `wrap` before the first step. Then every step calls `begin_step`, `micro_batches`,
-`maybe_no_sync` around each forward and backward pass and `finish` after it, `clip_grad_norm`, and
-`update`; one that is discarded calls `broadcast_buffers` instead of `update`.
+A run calls `prepare` on the model before it builds the optimizer, then `configure` on the optimizer
+and `wrap` on the model. Every step calls `begin_step` and `micro_batches`. Around each forward and
+backward pass it calls `maybe_no_sync`, and `finish` after it. Then come `clip_grad_norm` and
+`update`. If a step is discarded, it calls `broadcast_buffers` instead of `update`.
 """
 
 from collections.abc import Callable, Mapping
@@ -63,10 +63,10 @@ class Strategy:
         self.shards = group.world_size if self.optimizer_state in ("owned", "rows") else 1
         self.compiles = compiles
         self.graphs = False  # the compiled model is replayed from CUDA graphs
-        self.all_reduce_s = 0.0  # blocking all-reduce of the latest step
-        self._shares: dict[str, Tensor] = {}  # of this rank in the step, so far
+        self.all_reduce_s = 0.0  # seconds that the latest step has waited for its all-reduces
+        self._shares: dict[str, Tensor] = {}  # sums of this rank's losses and metrics in the step
         self.clock = StepClock(device)
-        # the first compiles, the second records CUDA graphs
+        # the first pass compiles, the second one records CUDA graphs
         self.warmup_passes = WARMUP_PASSES + 1 if compiles else 0
 
     # The model.
@@ -75,7 +75,7 @@ class Strategy:
         """Refuse a model that this strategy cannot train.
 
         Raises:
-            ConfigError: names the parameter, or the keys.
+            ConfigError: It names the parameter, or the keys.
         """
         if isinstance(model, SupportsSeveralDevices) and not self.allows_several_devices:
             raise ConfigError(
@@ -91,7 +91,7 @@ class Strategy:
         A collective.
 
         Args:
-            dtype: of matrix products.
+            dtype: Type of matrix products.
         """
         return self._synchronize_batchnorm(move_model(model, self.device))
 
@@ -101,7 +101,7 @@ class Strategy:
         return synchronize(model, self.device)
 
     def configure(self, optimizer: Optimizer) -> None:
-        """Let an optimizer divide its work over the ranks, if all update all parameters."""
+        """Let an optimizer divide its work over the ranks if each rank updates all parameters."""
         if isinstance(optimizer, DividesWork):
             ranks = self.group.world_size if self.optimizer_state == "whole" else 1
             optimizer.divide_work(self.group.rank, ranks, self.group.waiting, self.is_canonical)
@@ -110,7 +110,7 @@ class Strategy:
         """Return a prepared model for training. All ranks receive the weights of rank zero.
 
         Args:
-            graphs: replay the compiled model from CUDA graphs.
+            graphs: Replay the compiled model from CUDA graphs.
         """
         self.graphs = graphs
         if not self.compiles:
@@ -119,15 +119,15 @@ class Strategy:
 
     @staticmethod
     def _broadcast_weights(model: nn.Module) -> None:
-        """Send the weights and buffers of rank zero to all ranks: all start from the same."""
+        """Send the weights and buffers of rank zero to all ranks."""
         for tensor in model.state_dict().values():
             dist.broadcast(tensor, src=0)
 
     def watch(self, model: nn.Module, micro_batches: int) -> None:
-        """Let the clock measure the work of this rank in each step, if its passes do not wait.
+        """Let the clock measure this rank's work in each step, unless its passes wait for others.
 
         Args:
-            micro_batches: of a step, over all ranks.
+            micro_batches: Number of micro-batches in a step, over all ranks.
         """
         if not self.waits_in_passes:
             self.clock.attach(model, self.passes(micro_batches))
@@ -135,12 +135,12 @@ class Strategy:
     def on_whole_model(
         self, model: nn.Module, build: Callable[[], nn.Module], work: Callable[[nn.Module], T]
     ) -> T:
-        """Return the result of `work` for a model that holds all weights. A collective.
+        """Call `work` with a model that holds all weights, and return the result. A collective.
 
-        If no rank holds them all, rank zero alone calls `work`; the others return None.
+        If no rank holds all weights, rank zero alone calls `work`, and the others return None.
 
         Args:
-            build: returns a new model on the CPU.
+            build: Builds a new model on the CPU.
         """
         if self.weights == "whole":
             return work(model)
@@ -155,24 +155,25 @@ class Strategy:
         return cast(T, self.group.env.call_on_rank_zero(work_on_copy))
 
     def gather_weights(self, model: nn.Module) -> Mapping[str, Tensor]:
-        """Return all weights on rank zero, if no rank holds them all. A collective."""
+        """Return all weights on rank zero. A collective, called if no rank holds them all."""
         raise NotImplementedError
 
     # The batch.
 
     @property
     def waits_in_passes(self) -> bool:
-        """Return whether each forward and backward pass is a collective."""
+        """True if each forward and backward pass is a collective."""
         return self.ddp.sync_batchnorm or self.weights != "whole"
 
     def passes(self, total: int) -> int:
-        """Return how many of `total` forward passes, divided over the ranks, this rank makes."""
+        """Return the number of passes of this rank, if all ranks together make `total`."""
         return len(range(self.group.data_rank, total, self.group.data_size))
 
     def micro_batches(self, batch: list[MicroBatch], plan: BatchPlan) -> list[MicroBatch]:
-        """Return the passes of this rank in a step, with the scales of their losses.
+        """Return the micro-batches of this rank's passes, with the scales of their losses.
 
-        If other ranks have one more, and wait for this one in each, the last has scale 0.
+        If passes are collectives and other ranks have one more, this rank repeats its last
+        micro-batch with scale 0.
         """
         scale = self.loss_scale(plan)
         divisor = plan.n_micro * self.group.tensor_size  # a copy's ranks compute the same loss
@@ -183,18 +184,19 @@ class Strategy:
         return passes
 
     def loss_scale(self, plan: BatchPlan) -> float:
-        """Return the factor of a micro-batch's loss before backward.
+        """Return the factor of a micro-batch's loss before its backward pass.
 
-        The step averages over its micro-batches, and the ranks' gradients are averaged once more.
+        The loss of a step is the mean over its micro-batches. Later, the gradients are also
+        averaged over ranks.
         """
         return self.group.data_size / plan.n_micro
 
     def any_in_pass(self, flag: bool) -> bool:
-        """Return whether the flag is set on a rank that the next forward pass waits for."""
+        """Return True if the flag is set on a rank that the next forward pass waits for."""
         return self.group.any_in_copy(flag)
 
     def may_leave_passes(self, flag: bool) -> bool:
-        """Return whether this rank may leave out its remaining passes where the flag is set."""
+        """Return True if the flag allows this rank to leave out its remaining passes."""
         return self.group.any_in_copy(flag)
 
     # A step.
@@ -206,7 +208,7 @@ class Strategy:
         three or more ranks.
 
         Args:
-            forward: returns the loss of a micro-batch.
+            forward: Computes the loss of a micro-batch.
         """
         buffers = {name: buffer.clone() for name, buffer in parallel_model.named_buffers()}
         for _ in range(self.warmup_passes):
@@ -219,11 +221,11 @@ class Strategy:
 
     @property
     def metric_weight(self) -> float:
-        """Return the weight of this rank's metrics of whole gradients or weights in their mean."""
+        """This rank's weight in the mean of a hook's metrics over ranks."""
         return 1.0
 
     def begin_step(self) -> None:
-        """Forget the shares of the last step; let CUDA graphs reuse the memory of their outputs."""
+        """Clear the sums of the last step. Let CUDA graphs reuse the memory of their outputs."""
         self._shares = {}
         if self.graphs:
             torch.compiler.cudagraph_mark_step_begin()
@@ -235,13 +237,14 @@ class Strategy:
     def finish(
         self, micro: MicroBatch, shares: dict[str, Tensor], parameters: list[nn.Parameter]
     ) -> dict[str, Tensor]:
-        """Finish a pass: add its shares; after the last one the gradients are averages over ranks.
+        """Add up a pass's share of the losses and metrics. Average gradients after the last pass.
 
         Args:
-            shares: of the step's mean losses, and of sums and counts of metrics; {} of padding.
+            shares: The pass's share of the step's mean losses and of the sums and counts of
+                metrics. Empty for a repeated micro-batch.
 
         Returns:
-            This rank's shares, complete after the last pass.
+            The sums of this rank, complete after the last pass.
         """
         for name, share in shares.items():
             self._shares[name] = self._shares[name] + share if name in self._shares else share
@@ -250,42 +253,36 @@ class Strategy:
         return self._shares
 
     def reduce_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Average the gradients over ranks, unless the backward pass has done so."""
+        """Average the gradients over ranks, unless the backward pass has averaged them."""
 
     @torch.no_grad()
     def clip_grad_norm(self, parameters: list[nn.Parameter], limit: float | None) -> Tensor:
-        """Clip the gradients to a global norm, as torch does; return their norm before.
-
-        The rule stands here alone: strategies differ in `total_norm`.
-        """
+        """Clip the gradients to a global norm, as torch does. Return their norm before."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = self.total_norm(gradients)
         if limit is not None:
             factor = (limit / (norm + 1e-6)).clamp(max=1.0)
             parts = [local_tensor(gradient) for gradient in gradients]
-            for device in dict.fromkeys(gradient.device for gradient in parts):  # of one model
+            for device in dict.fromkeys(gradient.device for gradient in parts):
                 members = [gradient for gradient in parts if gradient.device == device]
                 for_each("mul_", members, factor.to(device))
         return norm.to(self.device)  # without gradients torch returns a CPU zero
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the norm of all gradients together, over all ranks."""
+        """Return the norm of all gradients of the whole model."""
         return nn.utils.get_total_norm(gradients)
 
     def describe_gradient(self, name: str) -> str:
-        """Return what a message calls the gradient of a parameter before `reduce_gradients`."""
+        """Describe a parameter's gradient before `reduce_gradients`, for a message."""
         return f"the gradient of {name}"
 
     def update(self, model: nn.Module, optimizer: Optimizer, scaler: GradScaler) -> None:
-        """Take an optimizer step; all ranks then have the same weights, or their parts of them.
-
-        And the buffers of rank zero.
-        """
+        """Take an optimizer step, then broadcast the buffers of rank zero."""
         scaler.step(optimizer)
         self.broadcast_buffers(model)
 
     def broadcast_buffers(self, model: nn.Module) -> None:
-        """Broadcast the buffers of rank zero, which snapshots hold: forward passes change them."""
+        """Broadcast rank zero's buffers: forward passes change them, and snapshots hold them."""
         if self.group.world_size == 1:
             return
         with self.group.waiting():
@@ -296,41 +293,44 @@ class Strategy:
         """Return the seconds of gradient communication in the latest timed step.
 
         Returns:
-            In total, and not overlapped by computation.
+            All seconds, and those that no computation overlaps.
         """
         return self.all_reduce_s, self.all_reduce_s
 
-    # Snapshots. Rows are indices of a tensor's first dimension.
+    # Snapshots. A row is an index of a tensor's first dimension.
 
     def join_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the tensors that a snapshot holds, or this rank's rows of them. A collective."""
         return tensors
 
     def split_tensors(self, tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-        """Return what this rank holds of whole tensors.
+        """Return this rank's share of whole tensors.
 
         Args:
-            tensors: those of the model, or optimizer state `<parameter>:<name>`.
+            tensors: Tensors of the model by name, or of the optimizer's state by
+                `<parameter>:<name>`.
         """
         return tensors
 
     def part_to_write(self, name: str, tensor: Tensor, writer: int) -> tuple[int, Tensor] | None:
-        """Return the first row and the rows that this rank writes of a tensor; None for nothing.
+        """Return the rows of a tensor that this rank writes, and the number of the first one.
+
+        Return None if it writes none.
 
         Args:
-            name: of the parameter or buffer; the tensor may be optimizer state of it.
-            writer: the rank that writes the tensor if all hold the whole.
+            name: Name of the parameter or buffer. The tensor may be optimizer state of it.
+            writer: The rank that writes the tensor if all ranks hold all of it.
         """
         return (0, tensor) if writer == self.group.rank else None
 
     def owns_state(self, name: str) -> bool:
-        """Return whether this rank updates a parameter, or a part, and needs its state."""
+        """Return True if this rank updates the parameter, or some rows of it."""
         return True
 
     def assemble(self, own: Tensor, read: Callable[[int, int], Tensor]) -> Tensor:
         """Return a tensor like `own` with other values.
 
         Args:
-            read: returns the rows from the first to before the second, on the CPU.
+            read: Returns the rows from a first one to before a second one, on the CPU.
         """
         return read(0, len(own) if own.dim() else 1)

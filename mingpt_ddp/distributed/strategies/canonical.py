@@ -1,7 +1,8 @@
-"""Add the gradients of a step in one order, so that all numbers of ranks train to the same bits.
+"""Add the gradients of a step in one order, so that any number of ranks trains to the same bits.
 
 The gradients of micro-batch 0, 1, 2 and so on are added one after the other, whichever rank has
-computed them (`group/ordered_sum.py`). DistributedDataParallel adds those of a rank first.
+computed them (`group/ordered_sum.py`). DistributedDataParallel first adds the gradients of each
+rank.
 """
 
 import time
@@ -29,7 +30,7 @@ def check_canonical(ddp: DDPConfig, trainer: TrainerConfig) -> None:
     """Refuse settings whose sums depend on the number of ranks.
 
     Raises:
-        ConfigError: names the key to change.
+        ConfigError: It names the key to change.
     """
     if trainer.micro_batch_size is None:
         batch = trainer.batch_size
@@ -57,7 +58,7 @@ def check_canonical(ddp: DDPConfig, trainer: TrainerConfig) -> None:
 
 
 class CanonicalStrategy(Strategy):
-    """Take the gradients of each micro-batch by itself, and add them in the order of numbers."""
+    """Take the gradients of each micro-batch separately, and add them in the order of numbers."""
 
     name = "ddp"
     is_canonical = True
@@ -73,13 +74,13 @@ class CanonicalStrategy(Strategy):
         super().__init__(ddp, trainer, device, group, compiles)
         self.warmup_passes = 0  # nothing depends on the first backward pass
         self._reducer: Reducer | None = None
-        self._views: list[Tensor] = []  # of the gradients in the flat tensor
-        # (names,), a view of the flat tensor behind the gradients.
+        self._views: list[Tensor] = []  # views of the reducer's flat tensor, one per gradient
+        # View of the flat tensor behind the gradients: sums of the losses and metrics in _names.
         self._summed_shares = torch.empty(0)
-        self._names: list[str] = []  # of the shares
-        self._first_buffers: list[Tensor] = []  # before the first step
-        self._micro_batches = 0  # of a step, over all ranks
-        self._rounds = 0  # of this step so far
+        self._names: list[str] = []
+        self._first_buffers: list[Tensor] = []  # copies from before the first step
+        self._micro_batches = 0  # number in a step, over all ranks
+        self._rounds = 0  # number of rounds that have begun in this step
 
     def check_model(self, model: nn.Module) -> None:
         super().check_model(model)
@@ -111,7 +112,8 @@ class CanonicalStrategy(Strategy):
 
     @property
     def metric_weight(self) -> float:
-        return float(self.group.is_rank_zero)  # all ranks have the same: their mean would round
+        # All ranks have the same value. A mean of several would be rounded.
+        return float(self.group.is_rank_zero)
 
     def begin_step(self) -> None:
         super().begin_step()
@@ -132,10 +134,10 @@ class CanonicalStrategy(Strategy):
 
     @torch.no_grad()
     def _take_gradients(self, parameters: list[nn.Parameter], shares: dict[str, Tensor]) -> None:
-        """Send the gradients and shares of a micro-batch; they are added during the next one.
+        """Send the gradients, losses and metrics of a micro-batch. They are added during the next.
 
         Raises:
-            TrainingError: a parameter has no gradient, or a loss or metric is missing.
+            TrainingError: A parameter has no gradient, or a loss or metric is missing.
         """
         start = time.perf_counter()
         trained = self._trained(parameters)
@@ -168,7 +170,7 @@ class CanonicalStrategy(Strategy):
         return [p for p in parameters if p.requires_grad]
 
     def _allocate(self, parameters: list[nn.Parameter], shares: dict[str, Tensor]) -> None:
-        """Divide a flat tensor into the gradients and the shares. A collective."""
+        """Divide a flat tensor into gradients, losses and metrics. A collective."""
         sizes = [p.numel() for p in parameters]
         self._names = sorted(shares)
         self.group.check_agreement(self._names, refuse_other_names)
@@ -180,7 +182,7 @@ class CanonicalStrategy(Strategy):
         self._summed_shares = self._reducer.flat[n:total]
 
     def _send(self) -> None:
-        """Begin the next round; in the last one only the first ranks may have a micro-batch."""
+        """Begin the next round. In the last one, only the first ranks may have a micro-batch."""
         assert self._reducer is not None
         W = self.group.world_size
         self._reducer.send(min(W, self._micro_batches - self._rounds * W))
@@ -189,7 +191,7 @@ class CanonicalStrategy(Strategy):
     def reduce_gradients(self, parameters: list[nn.Parameter]) -> None:
         start = time.perf_counter()
         assert self._reducer is not None
-        if self._rounds * self.group.world_size < self._micro_batches:  # others have one more
+        if self._rounds * self.group.world_size < self._micro_batches:  # other ranks have one more
             self._reducer.wait()
             self._send()
         self._reducer.flat.copy_(self._reducer.total())
@@ -198,10 +200,10 @@ class CanonicalStrategy(Strategy):
         self.all_reduce_s += time.perf_counter() - start
 
     def broadcast_buffers(self, model: nn.Module) -> None:
-        """Check that no step has changed them; they are then the same on all ranks.
+        """Check that no step has changed a buffer. Then all ranks have the same ones.
 
         Raises:
-            TrainingError: one has, and the number of ranks matters.
+            TrainingError: A forward pass has changed a buffer.
         """
         pairs = zip(self._first_buffers, model.buffers(), strict=True)
         if not all(_is_equal(first, buffer) for first, buffer in pairs):
@@ -212,7 +214,7 @@ class CanonicalStrategy(Strategy):
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are equal, NaN to NaN."""
+    """Return True if two tensors are equal. NaN equals NaN."""
     if torch.equal(one, other):
         return True
     return bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -1,4 +1,4 @@
-"""DistributedDataParallel, and how it communicates gradients."""
+"""The strategy ddp: torch's DistributedDataParallel (DDP) with a hook that reduces gradients."""
 
 import time
 from collections import Counter
@@ -23,9 +23,9 @@ from mingpt_ddp.distributed.group.ordered_sum import build_reducer
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.strategies.base import WARMUP_PASSES, Strategy
 
-ALL_REDUCE = "all_reduce of gradients"  # name of the profiler's events
-TIMED_EVERY = 10  # steps between two that DDP times
-# Gradients and their sums are rounded to 16 bits; fp16 has more precision, bf16 the range of fp32.
+ALL_REDUCE = "all_reduce of gradients"  # name of the events in a profile
+TIMED_EVERY = 10  # DDP times every tenth step
+# Gradients and their sums are rounded to 16 bits. fp16 has more precision, bf16 the range of fp32.
 # DDP accepts torch's bf16 hook only with NCCL, although gloo can sum bf16 too.
 BUILDERS["comm_hook"].update(
     fp16=default_hooks.fp16_compress_hook, bf16=default_hooks.bf16_compress_hook
@@ -34,10 +34,10 @@ BUILDERS["comm_hook"].update(
 
 @dataclass
 class Bucket:
-    """A bucket of gradients on its way."""
+    """A bucket of gradients that are being averaged."""
 
-    gradients: Tensor  # of this rank, then the average
-    part: slice  # of the reducer's tensor
+    gradients: Tensor  # gradients of this rank, later their average
+    part: slice  # position in the reducer's tensor
     future: Future[Tensor]
 
 
@@ -52,7 +52,7 @@ class BucketAverage:
         """Allocate the memory. A collective.
 
         Args:
-            parameters: those with gradients, on the CPU.
+            parameters: The trained parameters, on the CPU.
         """
         self._world_size = group.world_size
         sizes = Counter[torch.dtype]()
@@ -64,7 +64,7 @@ class BucketAverage:
         self._buckets: list[Bucket] = []
 
     def take(self, bucket: GradBucket) -> Future[Tensor]:
-        """Copy the bucket to the tensor of its type; the last one completes the futures of all."""
+        """Copy the bucket to the tensor of its type. The last bucket completes all futures."""
         gradients = bucket.buffer()
         dtype = gradients.dtype
         begin = sum(len(b.gradients) for b in self._buckets if b.gradients.dtype == dtype)
@@ -103,8 +103,8 @@ class DDPStrategy(Strategy):
     ) -> None:
         super().__init__(ddp, trainer, device, group, compiles)
         self.warmup_passes = WARMUP_PASSES + compiles
-        self._iteration = 0  # of DDP: backward passes that reduce gradients
-        # Seconds in the hook by iteration, of the latest ones: DDP shows an older one's times.
+        self._iteration = 0  # number of backward passes that have reduced gradients
+        # Seconds in the hook, by iteration. The latest ones are kept: DDP reports an older one.
         self._hook_s: dict[int, float] = {}
 
     def wrap(self, model: nn.Module, graphs: bool = False) -> nn.Module:
@@ -120,8 +120,7 @@ class DDPStrategy(Strategy):
             find_unused_parameters=ddp.find_unused_parameters,
         )
         if self.compiles:
-            # A graph with activation checkpointing cannot be split; outside of DDP the compiler
-            # finds no single graph.
+            # A graph with activation checkpointing cannot be split.
             torch_internals.cut_graph_at_buckets(
                 parallel, not self.trainer.activation_checkpointing
             )
@@ -141,8 +140,8 @@ class DDPStrategy(Strategy):
     ) -> Future[Tensor]:
         """Return the average of a bucket over all ranks, and measure the time.
 
-        The order of the buckets is the same on every rank. Hooks are stateless, so snapshots need
-        not hold them.
+        The order of the buckets is the same on every rank. Hooks have no state that a snapshot
+        would have to hold.
         """
         if bucket.index() == 0:
             self.all_reduce_s = 0.0

@@ -1,8 +1,10 @@
-"""Fully sharded data parallelism: weights, gradients and optimizer state divided by rows.
+"""Fully sharded data parallelism: split weights, gradients and optimizer state by rows.
 
-Before a block computes, all ranks gather its weights; afterwards they free them. With `hsdp` groups
-of ranks, one per node, hold the whole model each. Sources: Rajbhandari et al. 2020
-(arXiv:1910.02054), stage 3; Zhao et al. 2023, "PyTorch FSDP" (arXiv:2304.11277).
+Before a block computes, all ranks gather its weights. Afterwards they free them. With `hsdp`, the
+ranks of each node hold a copy of the model together.
+
+Sources: Rajbhandari et al. 2020 (arXiv:1910.02054), stage 3; Zhao et al. 2023, "PyTorch FSDP"
+(arXiv:2304.11277).
 """
 
 import math
@@ -28,18 +30,20 @@ from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models.dtensor import is_dtensor, whole_tensor
 
-# larger blocks of CPU memory may hold gathered weights, which others could not reuse
+# Larger blocks of CPU memory may hold gathered weights. Other allocations could not reuse them.
 GATHERED_BYTES = 1 << 20
 
 
 def shards_per_replica(ranks: list[int]) -> int:
-    """Return over how many ranks hsdp divides the model: those of a node, or half of a single one.
+    """Return the number of ranks that hold one copy of the model with hsdp.
+
+    These are the ranks of a node. If there is only one node, they are half of its ranks.
 
     Args:
-        ranks: of each node.
+        ranks: Number of ranks on each node.
 
     Raises:
-        ConfigError: the nodes differ, or a replica would have one rank.
+        ConfigError: The nodes differ, or a copy would have one rank.
     """
     size = ranks[0] if len(ranks) > 1 else ranks[0] / 2
     if len(set(ranks)) > 1 or size == 1 or size != int(size):
@@ -54,10 +58,10 @@ def check_no_scalars(strategy: str, dimensions: Mapping[str, int]) -> None:
     """Refuse a model with a parameter that has no rows.
 
     Args:
-        dimensions: their number, by parameter.
+        dimensions: Number of dimensions of each parameter.
 
     Raises:
-        ConfigError: names the parameter.
+        ConfigError: It names the parameter.
     """
     scalars = [name for name, number in dimensions.items() if number == 0]
     if scalars:
@@ -84,7 +88,7 @@ class FSDPStrategy(Strategy):
     ) -> None:
         """
         Raises:
-            ConfigError: the nodes of hsdp have different numbers of ranks.
+            ConfigError: The nodes of hsdp have different numbers of ranks.
         """
         super().__init__(ddp, trainer, device, group, compiles)
         self.name = ddp.strategy
@@ -95,12 +99,11 @@ class FSDPStrategy(Strategy):
         self._mesh = init_device_mesh(
             device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]
         )
-        self._row_rank = self._mesh.get_local_rank(len(shape) - 1)  # which part of the rows
+        self._row_rank = self._mesh.get_local_rank(len(shape) - 1)  # number of this rank's shard
         if device.type == "cpu":
             keep_freed_memory(GATHERED_BYTES)
 
     def _shards_per_replica(self) -> int:
-        """Return the ranks of a node; half of all on a single node."""
         hosts = self.group.all_gather(socket.gethostname())
         return shards_per_replica(list(Counter(hosts).values()))
 
@@ -109,21 +112,21 @@ class FSDPStrategy(Strategy):
         check_no_scalars(self.name, {n: p.dim() for n, p in model.named_parameters()})
 
     def prepare(self, model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """Shard the model, one block at a time moved to the device.
+        """Shard the model. Only one block at a time is moved to the device as a whole.
 
         Raises:
             ConfigError: torch cannot split a parameter, such as a scalar.
         """
         self._broadcast_weights(model)
         model = self._synchronize_batchnorm(model)
-        # An evaluation leaves no weights gathered, which would stand in for the shards.
+        # Free the gathered weights after an evaluation too, so that they never replace the shards.
         shard = partial(fully_shard, mesh=self._mesh, reshard_after_forward=True)
-        half = dtype if dtype != torch.float32 else None  # of the gathered weights
+        half = dtype if dtype != torch.float32 else None  # type of the gathered weights
         precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
         blocks = getattr(model, "blocks", None)
         try:
             for module in list(model.modules()):
-                # batch normalization is in fp32, like its running statistics
+                # batch normalization computes in fp32, like its running statistics
                 if half and hasattr(module, "running_mean"):
                     shard(module)
             if isinstance(blocks, nn.ModuleList):
@@ -138,7 +141,7 @@ class FSDPStrategy(Strategy):
         return model
 
     def gather_weights(self, model: nn.Module) -> Mapping[str, Tensor]:
-        """Gather tensor by tensor; only rank zero copies them to the CPU."""
+        """Gather one tensor after the other. Only rank zero copies them to the CPU."""
         tensors: dict[str, Tensor] = {}
 
         def keep(name: str, whole: Tensor) -> None:
@@ -151,7 +154,7 @@ class FSDPStrategy(Strategy):
     # Every forward pass gathers weights from all ranks, and every backward pass reduces gradients.
 
     def passes(self, total: int) -> int:
-        """Return the passes of the rank that makes most: all ranks make as many."""
+        """Return the same number on all ranks: that of the busiest one."""
         return math.ceil(total / self.group.data_size)
 
     def micro_batches(self, batch: list[MicroBatch], plan: BatchPlan) -> list[MicroBatch]:
@@ -164,7 +167,7 @@ class FSDPStrategy(Strategy):
         return any(self.group.all_gather(flag))
 
     def may_leave_passes(self, flag: bool) -> bool:
-        return False  # the others wait for this rank
+        return False  # the other ranks wait for this one
 
     def describe_gradient(self, name: str) -> str:
         return f"the gradient of {name} (of any rank)"
@@ -190,9 +193,9 @@ class FSDPStrategy(Strategy):
         return DTensor.from_local(new, own.device_mesh, own.placements, **layout)
 
     def _first_row(self, tensor: DTensor) -> int:
-        """Return the first row of this rank, as torch.chunk divides them.
+        """Return the first row of this rank's shard. Rows are split as torch.chunk splits them.
 
-        The last parts may be smaller, or empty.
+        The last shards may be smaller, or empty.
         """
         rows = tensor.shape[0]
         return min(rows, self._row_rank * math.ceil(rows / self.shards))

@@ -8,7 +8,7 @@ from mingpt_ddp.distributed.strategies.base import Strategy
 
 
 def for_one_rank(ddp: DDPConfig) -> DDPConfig:
-    """Return the keys with which one rank trains alone, as each of several does."""
+    """Return these keys for one rank that trains alone."""
     return replace(
         ddp,
         strategy="single",

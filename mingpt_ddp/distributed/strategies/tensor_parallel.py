@@ -47,12 +47,12 @@ class TensorParallelStrategy(Strategy):
 
     def split_tensors(self, tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         parameters = dict(model.named_parameters())
-        parts = {}
+        split = {}
         for name, tensor in tensors.items():
             owner = name.partition(":")[0]
-            is_split = owner in parameters
-            parts[name] = scatter(owner, tensor, parameters[owner]) if is_split else tensor
-        return parts
+            is_buffer = owner not in parameters
+            split[name] = tensor if is_buffer else scatter(owner, tensor, parameters[owner])
+        return split
 
     def gather_weights(self, model: nn.Module) -> Mapping[str, Tensor]:
         return self.join_tensors(model.state_dict())

@@ -1,11 +1,11 @@
 """Tensor parallelism: split the heads and the MLP's hidden features of a GPT over ranks.
 
 Consecutive ranks form a tensor group: they hold one copy of the model together and get the same
-micro-batches. The first layer of a pair (qkv, up) is split by its outputs, the second (proj, down)
-by its inputs, so that each pair needs one all-reduce in the forward pass and one in the backward
-pass. Everything else is on every rank.
+micro-batches. The first layer of a pair (qkv, up) is split by its outputs and the second one (proj,
+down) by its inputs. Then each pair needs one all-reduce in the forward pass and one in the backward
+pass. Everything else is whole on every rank. The split tensors are torch's DTensors.
 
-Source: Shoeybi et al. 2019, "Megatron-LM" (arXiv:1909.08053), by torch's DTensor.
+Source: Shoeybi et al. 2019, "Megatron-LM" (arXiv:1909.08053).
 """
 
 from collections.abc import Sequence
@@ -25,17 +25,17 @@ from mingpt_ddp.models.dtensor import is_dtensor, local_tensor, whole_tensor
 from mingpt_ddp.models.gpt import Block
 from mingpt_ddp.torch_internals import for_each
 
-# How many matrices the weight of a layer of this name concatenates; each of them is split.
+# Number of matrices that the weight of a layer concatenates, by its name. Each of them is split.
 FUSED_PARTS = {"qkv": 3}
-# Which dimension of the layers' weights is split, by their names in a block.
+# Dimension of a layer's weight that is split, by the layer's name in a block.
 SPLIT_DIMENSIONS = {"attention.qkv": 0, "attention.proj": 1, "up": 0, "down": 1}
 
 
 def check_tensor_parallel(config: Config) -> None:
-    """Refuse what tensor parallelism cannot train with the numbers of a single rank.
+    """Refuse settings that tensor parallelism cannot train to the numbers of a single rank.
 
     Raises:
-        ConfigError: names the keys.
+        ConfigError: It names the keys.
     """
     size = config.ddp.tensor_parallel
     model = config.model
@@ -73,7 +73,7 @@ def check_tensor_parallel(config: Config) -> None:
 
 
 def split_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Split a GPT over the ranks of this tensor group, in place; return it.
+    """Split a GPT over the ranks of this tensor group in place, and return it.
 
     The parameters keep their names.
     """
@@ -93,13 +93,13 @@ def split_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
             parameter.copy_(_by_rank(name, parameter, mesh.size()))
     for block in model.get_submodule("blocks").children():
         assert isinstance(block, Block) and isinstance(block.attention, MultiHead)
-        block.attention.n_head //= mesh.size()  # those of this rank
+        block.attention.n_head //= mesh.size()  # number of heads on this rank
         parallelize_module(block, mesh, styles)
     return model
 
 
 def _matrices_in(name: str) -> int:
-    """Return how many matrices the parameter of this name concatenates."""
+    """Return the number of matrices that the parameter of this name concatenates."""
     for layer, parts in FUSED_PARTS.items():
         if f".{layer}." in name:
             return parts
@@ -107,7 +107,7 @@ def _matrices_in(name: str) -> int:
 
 
 def _by_rank(name: str, whole: Tensor, ranks: int) -> Tensor:
-    """Reorder the rows of a fused weight for shards: (part, rank, head) to (rank, part, head)."""
+    """Reorder the rows of a fused weight from (part, rank, head) to (rank, part, head)."""
     parts = _matrices_in(name)
     if parts == 1:
         return whole
@@ -115,7 +115,7 @@ def _by_rank(name: str, whole: Tensor, ranks: int) -> Tensor:
 
 
 def gather(name: str, tensor: Tensor) -> Tensor:
-    """Return the whole of a parameter or of its optimizer state, in the order of a single rank.
+    """Return a whole parameter, or its whole optimizer state, in the row order of a single rank.
 
     A collective.
     """
@@ -128,9 +128,9 @@ def gather(name: str, tensor: Tensor) -> Tensor:
 
 
 def scatter(name: str, whole: Tensor, like: Tensor) -> Tensor:
-    """Return what `gather` undoes: this rank's part of a tensor, split as `like`.
+    """Return this rank's shard of a tensor, split as `like`. This is the inverse of `gather`.
 
-    Others are returned as they are.
+    If `like` is not split, or has another shape, return the tensor.
     """
     if not is_dtensor(like) or whole.shape != like.shape:
         return whole
@@ -146,7 +146,7 @@ def scatter(name: str, whole: Tensor, like: Tensor) -> Tensor:
 
 
 def separate_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Separate split parameters from whole ones: a fused kernel takes no group of both."""
+    """Separate split parameters from whole ones: a fused kernel does not take a group of both."""
     groups = []
     for group in optimizer.param_groups:
         for is_split in (False, True):
@@ -158,7 +158,7 @@ def separate_groups(optimizer: torch.optim.Optimizer) -> None:
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
-    """Average the gradients over the ranks that hold the same part of the model."""
+    """Average the gradients over the ranks that hold the same shard of the model."""
     assert group.mesh is not None
     if group.data_size == 1:
         return
@@ -171,10 +171,10 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: ProcessGroup) -
 
 
 def total_norm(gradients: Sequence[Tensor], group: ProcessGroup) -> Tensor:
-    """Return the norm of the gradients of the whole model, of which this rank has a part."""
+    """Return the norm of the gradients of the whole model."""
     assert group.mesh is not None
-    split: list[Tensor] = []  # this rank's parts of what is split
-    everywhere: list[Tensor] = []  # the same on all ranks
+    split: list[Tensor] = []  # this rank's shards of gradients
+    everywhere: list[Tensor] = []  # gradients that are the same on all ranks of a copy
     for gradient in gradients:
         is_split = is_dtensor(gradient) and gradient.placements[0].is_shard()
         members = split if is_split else everywhere
