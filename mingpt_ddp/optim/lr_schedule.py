@@ -14,9 +14,9 @@ T = TypeVar("T", bound=OptimizerConfig)
 
 
 def scale_lr(config: T, batch_size: int) -> T:
-    """Return the configuration with `lr` scaled by `lr_scaling`.
+    """Return the configuration with `lr` scaled to the batch size by `lr_scaling`.
 
-    The rates of other parameters keep their ratio to it.
+    The learning rates of other groups keep their ratio to `lr`.
 
     Sources: linear for SGD, Goyal et al. 2017, "Accurate, Large Minibatch SGD" (arXiv:1706.02677);
     the square root for Adam, Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive
@@ -31,11 +31,11 @@ def scale_lr(config: T, batch_size: int) -> T:
 
 
 def get_lr(step: int, config: OptimizerConfig, run_steps: int) -> float:
-    """Return the learning rate of a step; steps count from 1.
+    """Return the learning rate of a step. Steps count from 1.
 
-    Linear warm-up, then decay from `lr` to `min_lr_ratio * lr` at the last step of the schedule,
-    constant after that. wsd is warm-up, stable, decay (Hu et al. 2024, "MiniCPM", arXiv:2404.06395)
-    with a linear decay. A schedule of the user has the warm-up in its hands too.
+    After a linear warm-up, the rate decays from `lr` to `min_lr_ratio * lr` at the last step of the
+    schedule. It is constant after that. wsd is warm-up, stable, decay (Hu et al. 2024, "MiniCPM",
+    arXiv:2404.06395), with a linear decay. A user's schedule replaces the warm-up too.
     """
     total = config.schedule_steps or run_steps
     if schedule := BUILDERS["schedule"].get(config.schedule):
@@ -59,10 +59,10 @@ def get_lr(step: int, config: OptimizerConfig, run_steps: int) -> float:
 def _user_factor(
     schedule: Callable[..., Any], step: int, total: int, config: OptimizerConfig
 ) -> float:
-    """Return what a schedule of the user makes of a step.
+    """Return the value of a user's schedule at a step.
 
     Raises:
-        CodeError: that is no rate.
+        CodeError: The schedule returned something other than a finite number of at least 0.
     """
     where = f"the schedule {config.schedule}"
     factor = schedule(step, total, config.own_schedule())
@@ -76,12 +76,11 @@ def _user_factor(
 
 
 def check_schedule(config: OptimizerConfig, run_steps: int) -> None:
-    """Refuse a schedule of the user that is no function of its arguments, or no rate.
-
-    It is tried at some hundred steps, in order and back.
+    """Try a user's schedule at about a hundred steps, in order and backwards.
 
     Raises:
-        CodeError: names the step.
+        CodeError: The schedule depends on more than its arguments, or returned an invalid rate. The
+            message names the step.
     """
     schedule = BUILDERS["schedule"].get(config.schedule)
     if schedule is None:
@@ -98,9 +97,10 @@ def check_schedule(config: OptimizerConfig, run_steps: int) -> None:
 
 
 def weight_decay_factor(step: int, config: OptimizerConfig, run_steps: int) -> float:
-    """Return the weight decay of a step over `weight_decay`; steps count from 1.
+    """Return the factor of `weight_decay` at a step. Steps count from 1.
 
-    linear and cosine reach `final_weight_decay_ratio` at the last step of the schedule, and stay.
+    linear and cosine reach `final_weight_decay_ratio` at the last step of the schedule. The factor
+    is constant after that.
     """
     if config.weight_decay_schedule == "lr":
         return get_lr(step, config, run_steps) / config.lr

@@ -1,8 +1,8 @@
 """Muon for the matrices of the hidden layers, AdamW for everything else, as one optimizer.
 
-Unlike torch.optim.Muon it also updates vectors and embeddings (with AdamW), orthogonalizes all
-matrices of a shape in one batch and each part of a fused weight (QKV) separately, takes three Polar
-Express steps instead of five Newton-Schulz steps, and shards the work over ranks.
+Unlike torch.optim.Muon, it also updates vectors and embeddings (with AdamW). It orthogonalizes all
+matrices of a shape in one batch, and each part of a fused weight (QKV) separately. It takes three
+Polar Express steps instead of five Newton-Schulz steps, and divides the work over ranks.
 
 Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Amsel et al.
 2025, "The Polar Express" (arXiv:2505.16932); Loshchilov and Hutter 2017, "Decoupled Weight Decay
@@ -34,10 +34,10 @@ POLYNOMIALS = (
     (2.21830775242379, -1.5939896229158321, 0.4107478875104999),
 )
 
-# Columns per row from which the iteration on the Gram matrix takes fewer operations.
+# From this many columns per row on, the iteration on the Gram matrix takes fewer operations.
 MIN_ASPECT_FOR_GRAM = 2
 
-# Elements of all matrices. Below that, the all_gather takes as long as the work that it saves.
+# With fewer elements in all matrices, the all_gather takes as long as the work that it saves.
 MIN_NUMEL_TO_SHARD = 1 << 17
 
 Waiting: TypeAlias = Callable[[], AbstractContextManager[None]]
@@ -73,9 +73,10 @@ def _iterate(x: Tensor) -> Tensor:
 
 
 def _iterate_on_gram_matrix(x: Tensor) -> Tensor:
-    """Apply the polynomials as `_iterate` does, with two products of the size of x instead of six.
+    """Apply the polynomials like `_iterate`, with two products of the size of x instead of six.
 
-    A step multiplies X from the left by a polynomial P of its Gram matrix G, which becomes P G P.
+    A step multiplies X from the left by a polynomial P of its Gram matrix G. Then the Gram matrix
+    becomes P G P.
 
     Source: Amsel et al., the section on rectangular matrices.
     """
@@ -143,18 +144,18 @@ def _group(
 
 @runtime_checkable
 class DividesWork(Protocol):
-    """An optimizer that may divide each step over ranks.
+    """An optimizer that may divide the work of each step over ranks.
 
-    All must then call `step` together, with the same gradients.
+    All ranks must then call `step` together, with the same gradients.
     """
 
     def divide_work(self, rank: int, world_size: int, waiting: Waiting, one_by_one: bool) -> None:
-        """Divide the steps to come.
+        """Divide the work of the next steps.
 
         Args:
-            waiting: a context around a collective.
-            one_by_one: compute each matrix by itself; a batch of another size would have other last
-                bits.
+            waiting: Returns a context for a collective.
+            one_by_one: Compute each matrix by itself. The last bits of a product depend on the size
+                of its batch.
         """
 
 
@@ -164,9 +165,9 @@ class Muon(torch.optim.AdamW):
     def __init__(self, model: nn.Module, config: MuonConfig) -> None:
         """
         Args:
-            model: Muon takes its matrices except embeddings and the submodule `head`. The weight of
-                a module with an attribute `parts` is that many matrices, concatenated by rows;
-                leading dimensions are a batch.
+            model: Muon updates its matrices, except embeddings and the submodule `head`. The weight
+                of a module with an attribute `parts` is that many matrices, concatenated by rows.
+                Leading dimensions are a batch.
         """
         super().__init__(
             _parameter_groups(model, config),
@@ -191,12 +192,12 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update the parameters that have gradients; Muon frees the gradients of its own."""
+        """Update the parameters that have gradients. Free the gradients of the matrices."""
         for group in self.param_groups:
             if not group["muon"]:
                 continue
             parameters = [p for p in group["params"] if p.grad is not None]
-            for device in dict.fromkeys(p.device for p in parameters):  # of one model
+            for device in dict.fromkeys(p.device for p in parameters):
                 members = [p for p in parameters if p.device == device]
                 self._muon_step(members, group["lr"], group["weight_decay"])
         return super().step(closure)
@@ -204,7 +205,7 @@ class Muon(torch.optim.AdamW):
     def _muon_step(self, parameters: list[nn.Parameter], lr: float, weight_decay: float) -> None:
         """Apply orthogonalized Nesterov momentum.
 
-        It is scaled up for tall matrices, to change all outputs alike.
+        The update of a tall matrix is scaled up, so that all outputs change alike.
         """
         directions = self._nesterov_momentum(parameters)
         for_each("mul_", parameters, 1 - lr * weight_decay)
@@ -230,9 +231,10 @@ class Muon(torch.optim.AdamW):
             for_each("add_", weights, updates, alpha=-lr * scale)
 
     def _polar_express(self, stacks: list[Tensor]) -> list[Tensor]:
-        """Orthogonalize all stacks (N, rows, columns); with enough elements, share the work.
+        """Orthogonalize all stacks (N, rows, columns).
 
-        Then each rank computes a shard of every stack, and one all_gather completes them.
+        If they have enough elements, each rank computes a shard of every stack, and one all_gather
+        completes them.
         """
         if self.world_size == 1 or sum(stack.numel() for stack in stacks) < MIN_NUMEL_TO_SHARD:
             return [self._orthogonalize(stack) for stack in stacks]
@@ -248,7 +250,7 @@ class Muon(torch.optim.AdamW):
         sent = torch.cat(own_shards)
         received = sent.new_empty(self.world_size, len(sent))
         with self.waiting():
-            # as bytes: gloo lacks bf16
+            # send bytes, because gloo lacks bf16
             dist.all_gather(list(received.view(torch.uint8)), sent.view(torch.uint8))
 
         whole = []
@@ -266,9 +268,9 @@ class Muon(torch.optim.AdamW):
         return torch.cat([polar_express(matrix) for matrix in matrices.split(1)])
 
     def _nesterov_momentum(self, parameters: list[nn.Parameter]) -> tuple[Tensor, ...]:
-        """Update the momentum with the gradients; return the momentum one gradient ahead.
+        """Update the momentum with the gradients, and free them.
 
-        The gradients are freed.
+        Return the momentum one gradient ahead.
         """
         gradients: list[Any] = []
         momenta = []

@@ -1,10 +1,11 @@
-"""Snapshots: the state of a run on disk. Capture, asynchronous save, lookup and restore.
+"""Snapshots: the state of a run on disk.
 
-`state_dict` turns live objects into named tensors and back; `format`, `staging_buffer` and
-`tensor_index` define the files; `hashes` are those of tensors. `store` writes, commits and deletes
-snapshots, `store_reader` reads and verifies them. A run saves and loads through `manager`: which
-rank writes what, the asynchronous save, the ledger and retention are in write/, finding snapshots
-by URL and loading parts of them in read/. exports/ writes a model for other programs;
-transformers_format/ has the form of transformers, for exports and for `run.init_from`.
-`python -m mingpt_ddp snapshots` is cli/commands/snapshots.py.
+A run saves and loads through `manager`. `state_dict` turns models and optimizers into named tensors
+and back. `format`, `staging_buffer` and `tensor_index` define the files, and `hashes` computes
+hashes of tensors. `store_reader` reads and verifies snapshots.
+
+write/ has the store that commits and deletes snapshots, the asynchronous save, the share of each
+rank, the ledger and retention. read/ finds snapshots by URL and loads parts of them. exports/
+writes a model for other programs. transformers_format/ converts models and tokenizers to files of
+transformers and back, for exports and for `run.init_from`.
 """

@@ -5,7 +5,7 @@ A snapshot is a directory `step_00001000` of
     model.safetensors      parameters and buffers        (state_dict.py)
     optimizer.safetensors  the optimizer's state         (state_dict.py)
     ema.safetensors        the average of the weights and the buffers, if trainer.ema is set
-    hooks.safetensors      the state of hooks of the user that act, if some have one; never sharded
+    hooks.safetensors      the state of the user's hooks, if some have state; never sharded
     state.json             the train state, configuration, vocabulary   (training/train_state.py)
     manifest.json          size and SHA-256 of the other files, and its own SHA-256; written last
 
@@ -45,7 +45,7 @@ MODEL = "model.safetensors"
 MAX_STATE_BYTES = 1 << 24  # fits a vocabulary of all of Unicode
 MAX_MANIFEST_BYTES = 1 << 22  # fits 10,000 shards
 MAX_JSON_DEPTH = 20
-MAX_HEADER_BYTES = 1 << 24  # of a safetensors file; fits 100,000 tensors
+MAX_HEADER_BYTES = 1 << 24  # of a safetensors file. This fits 100,000 tensors
 MIN_SHARD_BYTES = 1 << 24  # smaller shards cost more in requests than parallel writes save
 
 
@@ -65,9 +65,9 @@ class Snapshot:
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]  # `<parameter>:<name>`, see state_dict.py
     state: dict[str, Any]  # plain values: configuration, train state, scaler, losses, vocabulary
-    ema: dict[str, Tensor] = field(default_factory=dict)  # as model, if it was read
-    hooks: dict[str, Tensor] = field(default_factory=dict)  # as `pack_state` names them
-    index: Any = None  # where the tensors are, if they have not been read: see tensor_index.py
+    ema: dict[str, Tensor] = field(default_factory=dict)  # named as in `model`
+    hooks: dict[str, Tensor] = field(default_factory=dict)  # named by `pack_state`
+    index: Any = None  # positions of tensors that have not been read: see tensor_index.py
 
 
 def directory_name(step: int) -> str:
@@ -75,7 +75,7 @@ def directory_name(step: int) -> str:
 
 
 def path_of(step: int, name: str) -> str:
-    """Return the path of a file of the snapshot of a step, below the URL of the snapshots."""
+    """Return the path of a snapshot's file below the URL of the snapshots."""
     return f"{directory_name(step)}/{name}"
 
 
@@ -85,32 +85,29 @@ def step_of(name: str) -> int | None:
 
 
 def shard_name(kind: str, shard: int, shards: int) -> str:
-    """Name the file of one shard; shards count from 0, names from 1."""
+    """Name the file of one shard. Shards count from 0, names from 1."""
     if shards == 1:
         return f"{kind}.safetensors"
     return f"{kind}-{shard + 1:05d}-of-{shards:05d}.safetensors"
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a file: model, optimizer, state, or one that a later version adds."""
+    """Return the kind of a file: model, optimizer, state, or another one of a later version."""
     return re.split("[.-]", name)[0]
 
 
 def encode_json(values: dict[str, Any]) -> bytes:
-    """Return the content of state.json, or of the manifest."""
+    """Encode the content of state.json, or of the manifest."""
     return json.dumps(values, indent=1, allow_nan=False).encode()
 
 
 def encode_manifest(step: int, files: Files, **added: Any) -> bytes:
-    """Return the manifest; `added` holds fields of a later version."""
+    """Encode a manifest. `added` holds fields of a later version."""
     return _with_digest({"format": FORMAT, "step": step, "files": files, **added})
 
 
 def _with_digest(values: dict[str, Any]) -> bytes:
-    """Return the values as JSON whose last field is the SHA-256 of the others.
-
-    It detects any flipped bit.
-    """
+    """Encode the values and, as the last field, their SHA-256, which detects any flipped bit."""
     digest = hashlib.sha256(encode_json(values)).hexdigest()
     return encode_json({**values, "sha256": digest})
 
@@ -119,8 +116,8 @@ def decode_manifest(content: bytes, step: int) -> Files:
     """Return the files that the manifest of a step lists.
 
     Raises:
-        CorruptSnapshotError: it is not byte for byte what `encode_manifest` writes.
-        SnapshotError: another version wrote it in another format.
+        CorruptSnapshotError: The content differs in a byte from what `encode_manifest` writes.
+        SnapshotError: Another version wrote it in another format.
     """
     try:
         values = load_json(content)
@@ -151,7 +148,7 @@ def _is_entry(file: Any) -> bool:
 
 
 def _has_our_files(files: Files) -> bool:
-    """Return whether a manifest lists every file of ours, and whether it may list the others."""
+    """Return True if a manifest lists all files of the format, and no invalid names."""
     present = [kind_of(name) for name in files]
     shards = max(1, present.count(KINDS[0]))
     kinds = WEIGHT_KINDS if "ema" in present else KINDS
@@ -173,7 +170,7 @@ def load_json(content: bytes) -> Any:
     """Parse untrusted JSON.
 
     Raises:
-        ValueError: it is not JSON, has NaN or infinite numbers, or is nested too deeply.
+        ValueError: The content is not JSON, has NaN or infinite numbers, or is nested too deeply.
     """
 
     def refuse(constant: str) -> NoReturn:

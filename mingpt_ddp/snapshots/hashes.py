@@ -1,4 +1,4 @@
-"""SHA-256 of tensors: of a set of weights, and of the kinds of a snapshot for the ledger."""
+"""Compute the SHA-256 of tensors: of a set of weights, or of each kind of a snapshot."""
 
 import hashlib
 from collections import defaultdict
@@ -14,7 +14,7 @@ Hashes = dict[str, str]  # by kind
 
 
 def content_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor, which depend neither on its device nor on its strides."""
+    """Return the bytes of a tensor. They depend neither on its device nor on its strides."""
     flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
@@ -29,7 +29,7 @@ def sha256_of_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 def describe_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return a line for each tensor, or piece of one: its name, type, shape and SHA-256."""
+    """Return a line for each tensor or piece: its name, type, shape and SHA-256."""
     lines = []
     for name, tensor in tensors.items():
         digest = hashlib.sha256(content_of(tensor))
@@ -39,9 +39,10 @@ def describe_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def hash_lines(described: Iterable[Mapping[str, list[str]]]) -> Hashes:
-    """Return the hash of each kind, from the lines that every rank has for its own tensors.
+    """Return the hash of each kind: the SHA-256 of its lines in alphabetical order.
 
-    It is the SHA-256 of the lines in alphabetical order.
+    Args:
+        described: Lines of `describe_tensors` by kind, from each rank.
     """
     lines = defaultdict[str, list[str]](list)
     for lines_of_rank in described:

@@ -21,7 +21,7 @@ LEAST_BYTES = 64
 
 
 def pack_state(name: str, state: Any) -> dict[str, Tensor]:
-    """Return the state of a hook as named tensors. The tensors in the state are not copied.
+    """Pack the state of a hook into named tensors. The tensors in the state are not copied.
 
     Raises:
         CodeError: The state is not a flat dictionary of tensors, numbers and text.
@@ -70,7 +70,7 @@ def unpack_states(tensors: Mapping[str, Tensor], device: torch.device) -> dict[s
         tensors: Kind `hooks` of a snapshot, untrusted.
 
     Raises:
-        SnapshotError: They are not what `pack_state` returned.
+        SnapshotError: `pack_state` has not packed these tensors.
     """
     states: dict[str, Any] = {}
     try:
@@ -97,8 +97,8 @@ def describe_states(tensors: Mapping[str, Tensor], lines: Sequence[str]) -> dict
     """Return a hash of each value in the states, by the JSON list of hook and key.
 
     Args:
-        tensors: As `pack_state` returns them, on the CPU.
-        lines: `describe_tensors` of them.
+        tensors: Tensors of `pack_state`, on the CPU.
+        lines: Their lines from `describe_tensors`.
     """
     described: dict[str, str] = {}
     for (name, tensor), line in zip(tensors.items(), lines, strict=True):
@@ -116,10 +116,10 @@ def refuse_other_states(step: int, by_rank: Sequence[Mapping[str, str]]) -> None
     """Refuse states of hooks that differ between the ranks.
 
     Args:
-        by_rank: What `describe_states` returned on each rank.
+        by_rank: Hashes of `describe_states`, from each rank.
 
     Raises:
-        CodeError: Names a hook, a key and the ranks.
+        CodeError: The state of a hook differs. The message names it, a key and the ranks.
     """
     for path in sorted({path for described in by_rank for path in described}):
         expected = by_rank[0].get(path)

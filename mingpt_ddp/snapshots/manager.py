@@ -1,7 +1,7 @@
 """Save and load the snapshots of a run.
 
-Rank zero reads; the ranks that share its storage write. If the strategy divides the state, every
-rank writes and reads its own part.
+Rank zero reads, and the ranks that share its storage write. If the ranks hold shards of the state,
+each of them writes and reads its own shard.
 """
 
 import errno
@@ -53,12 +53,12 @@ QUICK_S = 1.0  # a faster save is awaited when the next one is due
 
 @dataclass(frozen=True)
 class RunState:
-    """What a run saves of a step."""
+    """The state of a run after a step."""
 
     step: int
     state: dict[str, Any]  # the content of state.json
     tensors: TensorsByKind  # they must not change until `wait_for_staging` returns
-    best_step: int | None  # of the snapshot that snapshot.keep_best keeps
+    best_step: int | None  # step of the snapshot that snapshot.keep_best keeps
 
 
 class SnapshotManager:
@@ -76,9 +76,9 @@ class SnapshotManager:
         self.runtime = runtime
         self.store = store
         self._kinds = (*KINDS, HOOKS) if config.trainer.ema is None else TENSOR_KINDS
-        self.last_step: int | None = None  # of the newest snapshot that is committed
-        self.durable_s: float | None = None  # from the start of the last save to its commit
-        self._failures = 0  # in a row
+        self.last_step: int | None = None  # step of the newest committed snapshot
+        self.durable_s: float | None = None  # seconds from the start of the last save to its commit
+        self._failures = 0  # number of consecutive failed saves
         self._save: AsyncSave | None = None  # in progress
         self._buffers: dict[str, SafetensorsBuffer] = {}
         self._shard_plan = ShardPlan(runtime, store)
@@ -89,14 +89,14 @@ class SnapshotManager:
     def load_latest(self, check: Check) -> Snapshot | None:
         """Return the newest snapshot of the run, else that of run.resume, on every rank.
 
-        A collective. If the strategy divides the state, `read_shards` adds the tensors.
+        A collective. If each rank reads its own shard, `read_shards` adds the tensors.
 
         Args:
-            check: called on rank zero with the step and the state of the snapshot; raises if it
-                cannot be used.
+            check: Called on rank zero with the step and the state of the snapshot. It raises an
+                exception if the run cannot use the snapshot.
 
         Raises:
-            SnapshotError: there are snapshots, but none that this run can resume from.
+            SnapshotError: There are snapshots, but none that this run can resume from.
         """
         group = self.runtime.group
         whole = self.runtime.strategy.shards == 1
@@ -142,13 +142,14 @@ class SnapshotManager:
     # Saving.
 
     def save(self, run: RunState) -> None:
-        """Start an asynchronous save; no other save may be in progress."""
+        """Start an asynchronous save. No other save may be in progress."""
         assert self._save is None
         env = self.runtime.group.env
         step = run.step
         best = run.best_step if self.config.snapshot.keep_best else None
         retain = partial(apply_retention, self.config.snapshot, self.store, step, best)
-        if step == self.last_step:  # perhaps without its retention, or with another one as the best
+        if step == self.last_step:
+            # it is committed, but other snapshots may have to be deleted
             self._apply_retention(retain)
             return
         tensors = self._shard_plan.own_files(run.tensors)
@@ -178,11 +179,11 @@ class SnapshotManager:
 
     @property
     def is_staging(self) -> bool:
-        """Return whether the tensors of the save in progress are still being copied."""
+        """True while the tensors of the save in progress are being copied."""
         return self._save is not None and not self._save.staged.is_set()
 
     def wait_for_staging(self) -> None:
-        """Return when the tensors of the save in progress may change."""
+        """Wait until the tensors of the save in progress may change."""
         if self._save is None:
             return
         with self.runtime.group.waiting():  # reading waits for a GPU
@@ -190,12 +191,12 @@ class SnapshotManager:
 
     @property
     def save_in_progress(self) -> bool:
-        """Return whether this rank's thread is running."""
+        """True while this rank's thread is running."""
         return self._save is not None and self._save.is_alive()
 
     @property
     def quick_deadline(self) -> float:
-        """Until when to wait for the save in progress, by time.monotonic(), if another is due."""
+        """The time.monotonic() until which to wait for the save in progress if another is due."""
         if self._save is None or (self.durable_s or 0.0) >= QUICK_S:
             return 0.0  # waiting for a slow save would stall training
         return self._save.started_at + QUICK_S
@@ -206,13 +207,13 @@ class SnapshotManager:
         A collective: the save is done once it is done on all ranks.
 
         Returns:
-            Whether it is done.
+            True if the save is done.
 
         Raises:
-            StorageUnavailableError: it failed, and snapshot.max_failures are exceeded; a restart
+            StorageUnavailableError: More than snapshot.max_failures saves have failed. A restart
                 may succeed.
-            StorageUnusableError: so it did, and a restart would fail too.
-            RunError: another process has taken over the lease, or the run directory was deleted.
+            StorageUnusableError: The same, and a restart would fail for the same reason.
+            RunError: Another process has taken over the lease, or the run directory was deleted.
         """
         save = self._save
         if save is None:

@@ -1,4 +1,4 @@
-"""The staging buffer: a safetensors file in host memory; tensors are copied to their final offsets.
+"""The staging buffer: a safetensors file in host memory, to which tensors are copied.
 
 The format is that of https://github.com/huggingface/safetensors: the header's length (8 bytes,
 little-endian), the header (JSON), the data. Laying the file out in advance saves the second copy
@@ -27,7 +27,7 @@ class SafetensorsBuffer:
     """A file for tensors of fixed names, shapes and types, reused for new values."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Allocate the file and write its header; page-lock it if a tensor is on a GPU."""
+        """Allocate the file and write its header. Page-lock it if a tensor is on a GPU."""
         self._header = header_of(tensors)
         encoded = encode_header(self._header)
         encoded += b" " * (-len(encoded) % 8)
@@ -44,11 +44,11 @@ class SafetensorsBuffer:
             self.tensors[name] = data[begin:end].view(tensor.dtype).view(tensor.shape)
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Return whether the tensors have exactly the names, shapes and types of the file."""
+        """Return True if the tensors have exactly the names, shapes and types of the file."""
         return header_of(tensors) == self._header
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the values; from a GPU they are complete once its stream is synchronized."""
+        """Copy the values. Copies from a GPU are complete once its stream is synchronized."""
         for name, view in self.tensors.items():
             view.copy_(tensors[name].detach(), non_blocking=True)
 
@@ -65,10 +65,10 @@ def page_lock(memory: Tensor) -> Callable[[], object]:
     for a file of 1.5 GB, whose registration takes 0.4 seconds and 1.5 GB.
 
     Returns:
-        A function that ends the registration; call it before the memory is freed.
+        A function that ends the registration. Call it before the memory is freed.
 
     Raises:
-        torch.cuda.CudaError: the memory cannot be locked.
+        torch.cuda.CudaError: The memory cannot be locked.
     """
     runtime: Any = torch.cuda.cudart()
     start = memory.data_ptr()
@@ -77,17 +77,14 @@ def page_lock(memory: Tensor) -> Callable[[], object]:
 
 
 def encode_header(header: Mapping[str, Any]) -> bytes:
-    """Return the header of a file.
-
-    Args:
-        header: of `header_of`.
+    """Encode a header that `header_of` returned.
 
     Raises:
-        SnapshotError: it is larger than what is read.
+        SnapshotError: It is too large to be read again.
     """
     encoded = json.dumps(header, separators=(",", ":")).encode()
     try:
-        return check_size(encoded, MAX_HEADER_BYTES - 8)  # which it is padded by
+        return check_size(encoded, MAX_HEADER_BYTES - 8)  # padding adds up to 8 bytes
     except OSError as error:
         raise SnapshotError(
             f"a snapshot of {len(header):,} tensors could not be read again: its header {error}; "
@@ -96,7 +93,7 @@ def encode_header(header: Mapping[str, Any]) -> bytes:
 
 
 def header_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the layout of the tensors, widest types first, so that each is aligned."""
+    """Lay out the tensors of a file. The widest types come first, so that each is aligned."""
 
     def widest_first(name: str) -> tuple[int, str]:
         return -tensors[name].element_size(), name

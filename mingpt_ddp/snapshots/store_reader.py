@@ -1,4 +1,4 @@
-"""Find, read and verify the snapshots below one URL. Every byte that is read is checked."""
+"""Find, read and verify the snapshots below one URL. Every byte is checked."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ PARALLEL = 4  # concurrent transfers of files with an object store
 
 
 class StoreReader:
-    """The snapshots below one URL, to read them; SnapshotStore also writes and deletes them."""
+    """Read the snapshots below one URL. SnapshotStore also writes and deletes them."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.storage = open_storage(url)
-        # steps that failed verification; retention does not count them
+        # Steps that failed verification. Retention does not count them.
         self.damaged: set[int] = set()
 
     def steps(self) -> list[int]:
         """List the steps that have a directory, committed or not, in ascending order.
 
         Raises:
-            StorageUnavailableError, SnapshotError: the URL cannot be read.
+            StorageUnavailableError, SnapshotError: The URL cannot be read.
         """
         try:
             names = self.storage.list()
@@ -65,9 +65,9 @@ class StoreReader:
         return self.size(step, layout.MANIFEST) is not None
 
     def size(self, step: int, name: str) -> int | None:
-        """Return the bytes of a regular file.
+        """Return the size of a regular file in bytes.
 
-        None if there is none, or if it is unreachable (symlink loop, bad disk).
+        Return None if there is none, or if it is unreachable (symlink loop, bad disk).
         """
         try:
             return self.storage.size(path_of(step, name))
@@ -77,20 +77,20 @@ class StoreReader:
             return None
 
     def files(self, step: int, kinds: Sequence[str] | None = None) -> Files:
-        """Read the manifest and compare the file sizes; every reader starts here.
+        """Read the manifest and compare the file sizes. Every reader starts here.
 
         Args:
-            kinds: of the tensors; only their files and the state are returned. None: all files. The
-                model alone is its averaged weights, if the snapshot has some.
+            kinds: Return only the files of these kinds of tensors and the state, or all files if
+                None. If only the model is asked for, return its averaged weights if there are any.
 
         Raises:
-            IncompleteSnapshotError: there is no manifest.
-            CorruptSnapshotError: the manifest is damaged, or a file has another size.
-            SnapshotError: another version wrote it, in another format.
-            StorageError: the storage does not respond.
+            IncompleteSnapshotError: There is no manifest.
+            CorruptSnapshotError: The manifest is damaged, or a file has another size.
+            SnapshotError: Another version wrote the snapshot, in another format.
+            StorageError: The storage does not respond.
         """
         size = self.size(step, layout.MANIFEST)
-        if size is None:  # or it is a pipe, which would block
+        if size is None:  # also for a pipe, which would block
             raise IncompleteSnapshotError("it was never finished")
         size = min(size, layout.MAX_MANIFEST_BYTES)
         manifest = b"".join(self._chunks(step, layout.MANIFEST, size))
@@ -103,9 +103,9 @@ class StoreReader:
         return files
 
     def read_metadata(self, step: int, kinds: Sequence[str] = layout.KINDS) -> tuple[Files, Any]:
-        """Read the manifest and the state; check only the sizes of the tensor files.
+        """Read the manifest and the state. Check only the sizes of the tensor files.
 
-        Raises as `files` does.
+        It raises the same exceptions as `files`.
         """
         files = self.files(step, kinds)
         try:
@@ -118,14 +118,14 @@ class StoreReader:
         """Read a snapshot and check every byte that is read against the manifest.
 
         Args:
-            kinds: which tensors to read, see `files`; the others are left empty.
-            whole: False checks the tensors in chunks, and returns the index of where they are; it
-                reads those of hooks alone, which every rank needs.
+            kinds: Kinds of tensors to read, as in `files`. The others are left empty.
+            whole: Read all tensors. If False, check the tensors in chunks and return an index of
+                their positions. Only the tensors of hooks are read, because every rank needs them.
 
         Raises:
-            CorruptSnapshotError: it is incomplete, damaged or larger than the memory.
-            StorageUnavailableError: the storage does not respond.
-            SnapshotError: another version wrote it, in another format.
+            CorruptSnapshotError: The snapshot is incomplete, damaged or larger than the memory.
+            StorageUnavailableError: The storage does not respond.
+            SnapshotError: Another version wrote the snapshot, in another format.
         """
         try:
             files, state = self.read_metadata(step, kinds)
@@ -151,9 +151,9 @@ class StoreReader:
         """Return the tensors by kind and name.
 
         Raises:
-            MemoryError: they take too much.
-            ValueError, RuntimeError: a file is not one of tensors, or they do not make up whole
-                tensors.
+            MemoryError: The tensors are larger than the memory.
+            ValueError, RuntimeError: A file does not hold tensors, or a piece of a tensor is
+                missing.
         """
         check_memory("it", sum(file["bytes"] for file in files.values()))
         contents: dict[str, dict[str, bytes]] = {kind: {} for kind in layout.TENSOR_KINDS}
@@ -161,14 +161,14 @@ class StoreReader:
             in_order = pool.map(partial(self._read_file, step, files), files)
             for name, content in zip(files, in_order, strict=True):
                 contents[layout.kind_of(name)][name] = content
-        # pop: free the bytes of what is decoded
+        # pop frees the bytes of a kind once it is decoded
         return {kind: decode(contents.pop(kind)) for kind in layout.TENSOR_KINDS}
 
     def _index(self, step: int, files: Files) -> dict[str, Any]:
-        """Verify the snapshot; return the URL and, by kind, where each tensor is: JSON values.
+        """Verify the snapshot. Return its URL and the position of each tensor, as JSON values.
 
         Args:
-            files: of the index.
+            files: Files whose tensors are listed.
         """
         headers = self.verify(step)
         index: dict[str, Any] = {"url": self.url}
@@ -178,11 +178,11 @@ class StoreReader:
         return index
 
     def newest_state(self) -> Snapshot | None:
-        """Read the newest undamaged state, without tensors; None if there is none.
+        """Read the newest undamaged state, without tensors. Return None if there is none.
 
         Raises:
-            SnapshotError: another version wrote it, in another format.
-            StorageUnavailableError: the storage does not respond.
+            SnapshotError: Another version wrote it, in another format.
+            StorageUnavailableError: The storage does not respond.
         """
         for step in reversed(self.steps()):
             try:
@@ -194,14 +194,14 @@ class StoreReader:
     def read_latest(
         self, kinds: Sequence[str] = layout.KINDS, whole: bool = True
     ) -> Snapshot | None:
-        """Read the newest undamaged snapshot; log one line for each newer damaged one.
+        """Read the newest undamaged snapshot. Log one line for each newer damaged one.
 
         Args:
-            kinds, whole: see `read`.
+            kinds, whole: See `read`.
 
         Raises:
-            StorageUnavailableError: the storage does not respond.
-            SnapshotError: all committed snapshots are damaged.
+            StorageUnavailableError: The storage does not respond.
+            SnapshotError: All committed snapshots are damaged.
         """
         for step in reversed(self.steps()):
             directory = f"{self.url}/{layout.directory_name(step)}"
@@ -221,19 +221,17 @@ class StoreReader:
     def verify(
         self, step: int, progress: Callable[[int], object] = lambda _: None
     ) -> dict[str, Header]:
-        """Compare every byte with the manifest, in chunks.
-
-        A snapshot may be larger than the memory.
+        """Compare every byte with the manifest, in chunks: a snapshot may exceed the memory.
 
         Args:
-            progress: called with the number of bytes of each chunk.
+            progress: Called with the number of bytes of each chunk.
 
         Returns:
             The headers of the files with tensors.
 
         Raises:
-            CorruptSnapshotError: it is incomplete or damaged.
-            StorageError: the storage does not respond.
+            CorruptSnapshotError: The snapshot is incomplete or damaged.
+            StorageError: The storage does not respond.
         """
         headers = {}
         for name, file in self.files(step).items():
@@ -250,9 +248,9 @@ class StoreReader:
     def _verify_file(
         self, step: int, name: str, file: dict[str, Any], progress: Callable[[int], object]
     ) -> Header | None:
-        """Verify a file; return its header, if it is one of tensors.
+        """Verify a file. Return its header if it holds tensors.
 
-        Raises ValueError for a header that is none as soon as it is read: the file may be large.
+        Raise ValueError as soon as an invalid header is read: the file may be large.
         """
         size = file["bytes"]
         has_header = layout.kind_of(name) in layout.TENSOR_KINDS
@@ -301,7 +299,7 @@ class StoreReader:
 
 
 def _select_kinds(files: Files, kinds: Sequence[str] | None) -> Files:
-    """Return the state and the files of these kinds; an average stands for the model alone."""
+    """Select the state and the files of these kinds. For the model alone, prefer the average."""
     if kinds is None:
         return files
     present = {layout.kind_of(name) for name in files}

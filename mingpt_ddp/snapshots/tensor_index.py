@@ -1,8 +1,8 @@
-"""Where the tensors of safetensors files are, and reading rows of them.
+"""Find tensors in safetensors files, and read rows of them.
 
-A tensor is whole in one file, or several ranks have written it in pieces of rows: a piece is a
-safetensors tensor named `<tensor>@<first row>-of-<rows>`. Rows are consecutive bytes, so that any
-rank of any number of ranks reads its rows from whole tensors and from pieces of other sizes.
+A tensor is whole in one file, or several ranks have written pieces of it. A piece is some rows,
+stored as a safetensors tensor named `<tensor>@<first row>-of-<rows>`. Rows are consecutive bytes:
+any number of ranks can read its rows from whole tensors, and from pieces of other sizes.
 
 Headers are untrusted. Only reading rows imports torch, which takes a second.
 """
@@ -23,13 +23,13 @@ from mingpt_ddp.snapshots.format import MAX_HEADER_BYTES
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Entries by tensor: [type, shape, [[rows, file, offset], ...]]. These are JSON values, in which a
-# scalar has one row.
+# Entries by tensor, as JSON values: [type, shape, [[rows, file, offset], ...]].
+# A scalar has one row.
 Index: TypeAlias = dict[str, list[Any]]
 Chunks: TypeAlias = Callable[[str, int, int], Iterable[bytes | memoryview]]  # file, size, start
 
 PIECE = re.compile(r"(.+)@([0-9]{1,15})-of-([0-9]{1,15})", flags=re.DOTALL)
-TYPES = {  # in a header: torch's name, bytes
+TYPES = {  # type in a header: torch's name, bytes of an element
     "F64": ("float64", 8),
     "F32": ("float32", 4),
     "F16": ("float16", 2),
@@ -45,9 +45,9 @@ TYPES = {  # in a header: torch's name, bytes
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """What the header of a file says of a tensor."""
+    """The entry of a tensor in the header of a file."""
 
-    dtype: str  # torch's name
+    dtype: str  # torch's name of the type
     shape: list[int]
     offset: int  # bytes from the start of the file
 
@@ -61,31 +61,33 @@ Header: TypeAlias = dict[str, TensorEntry]
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """Rows of a tensor in one file; all of them if the tensor is whole there."""
+    """Rows of a tensor in one file. They may be all rows."""
 
-    first: int  # row of the tensor
-    total: int  # rows of the tensor
+    first: int  # first row of the piece, in the tensor
+    total: int  # number of rows of the tensor
     entry: TensorEntry
     file: str
 
 
 def header_end(start: bytes, size: int) -> int:
-    """Return how many first bytes of a file of `size` bytes `read_header` needs.
+    """Return the number of bytes at the start of a file that `read_header` needs.
 
     Args:
-        start: the first eight bytes, or more.
+        start: The first eight bytes, or more.
+        size: Bytes of the file.
     """
     return min(size, 8 + min(int.from_bytes(start[:8], "little"), MAX_HEADER_BYTES))
 
 
 def read_header(start: bytes, size: int) -> Header:
-    """Return the tensors of a safetensors file by name.
+    """Return the entries of a safetensors file by tensor.
 
     Args:
-        start: of a file of `size` bytes; the whole header.
+        start: The start of the file, with the whole header.
+        size: Bytes of the file.
 
     Raises:
-        ValueError: the header is damaged, or its tensors overlap or are not all of the file.
+        ValueError: The header is damaged, or its tensors overlap or do not fill the file.
     """
     length = int.from_bytes(start[:8], "little")
     if length > MAX_HEADER_BYTES:
@@ -110,20 +112,20 @@ def read_header(start: bytes, size: int) -> Header:
             entries[name] = TensorEntry(dtype, shape, 8 + length + begin)
             done = end
         if done != size - 8 - length:
-            raise ValueError("its tensors are not all of the file")
+            raise ValueError("its tensors do not fill the file")
     except Exception as error:  # untrusted: not a header
         raise ValueError(str(error)) from error
     return entries
 
 
 def make_index(headers: Mapping[str, Header]) -> Index:
-    """Return where each tensor is.
+    """Find the files and positions of each tensor.
 
     Args:
-        headers: of the files of one kind, by file name.
+        headers: Headers of the files of one kind, by file name.
 
     Raises:
-        ValueError: pieces do not make up whole tensors, or a tensor is in two files.
+        ValueError: Pieces do not make up whole tensors, or a tensor is in two files.
     """
     pieces: dict[str, list[TensorPiece]] = defaultdict(list)
     seen: set[str] = set()
@@ -155,10 +157,10 @@ def _check_pieces(name: str, pieces: Sequence[TensorPiece]) -> None:
     """Check that pieces in the order of their rows make up a tensor.
 
     Raises:
-        ValueError: they overlap, are incomplete or do not fit each other.
+        ValueError: They overlap, are incomplete or do not fit each other.
     """
     like = pieces[0]
-    done = 0  # rows
+    done = 0  # number of rows that have been checked
     for piece in pieces:
         shape = piece.entry.shape
         fits = (
@@ -177,15 +179,15 @@ def _check_pieces(name: str, pieces: Sequence[TensorPiece]) -> None:
 
 
 def read_rows(chunks: Chunks, entry: list[Any], first: int = 0, end: int | None = None) -> Tensor:
-    """Return rows of a tensor, by default all, in memory of that size.
+    """Read rows of a tensor, by default all. It takes no more memory than the rows.
 
     Args:
-        chunks: returns the content of a file, from a start on.
-        entry: of the index.
+        chunks: Reads bytes of a file.
+        entry: The tensor's entry in an index.
 
     Raises:
-        OSError: a file has fewer bytes.
-        RuntimeError: the tensor is too large.
+        OSError: A file has fewer bytes.
+        RuntimeError: The tensor is too large.
     """
     import torch
 
@@ -196,8 +198,8 @@ def read_rows(chunks: Chunks, entry: list[Any], first: int = 0, end: int | None 
     width = math.prod(shape[1:]) * dtype.itemsize  # bytes of a row
     tensor = torch.empty([end - first, *shape[1:]] if shape else [], dtype=dtype)
     content = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-    done = 0  # bytes read
-    row = 0  # of the tensor, the first of a piece
+    done = 0  # number of bytes read
+    row = 0  # first row of a piece, in the tensor
     for rows, file, offset in locations:
         begin = max(first, row)
         stop = min(end, row + rows)
@@ -214,23 +216,24 @@ def read_rows(chunks: Chunks, entry: list[Any], first: int = 0, end: int | None 
 
 
 def check_memory(what: str, size: int) -> None:
-    """Check that files of so many bytes can be read and decoded.
+    """Check that files of this size, in bytes, can be read and decoded.
 
     Raises:
-        MemoryError: they are too large.
+        MemoryError: They are too large.
     """
-    if 2 * size > installed_memory():  # as bytes and as tensors
+    if 2 * size > installed_memory():  # decoding needs them as bytes and as tensors
         raise MemoryError(f"{what} is larger than the memory")
 
 
 def decode(contents: Mapping[str, bytes]) -> dict[str, Tensor]:
-    """Return the tensors of safetensors files in memory.
+    """Decode safetensors files in memory. Return their tensors by name.
 
     Args:
-        contents: by file name.
+        contents: The files by name.
 
     Raises:
-        ValueError, RuntimeError: they are no such files, or do not make up whole tensors.
+        ValueError, RuntimeError: A file is not a safetensors file, or a piece of a tensor is
+            missing.
     """
     headers = {name: read_header(content, len(content)) for name, content in contents.items()}
 

@@ -24,11 +24,11 @@ def export_files(
     """Return the step and the files of an export.
 
     Args:
-        format: one of WRITERS.
-        license: an identifier for the model card.
+        format: One of WRITERS.
+        license: An identifier for the model card.
 
     Raises:
-        SnapshotError: there is no such snapshot, or the format cannot hold its model.
+        SnapshotError: There is no such snapshot, or the format cannot hold its model.
     """
     snapshot = load(url, ("model",), step)
     files = WRITERS[format](snapshot)
@@ -42,12 +42,13 @@ def _safetensors(snapshot: Snapshot) -> dict[str, Content]:
 
 
 def describe(snapshot: Snapshot) -> dict[str, Any]:
-    """Return the description of the weights: the model's configuration, and how to use it.
+    """Return the configuration of the model and the description of its inputs and outputs.
 
-    For text that is the tokenizer and the context length, else what the snapshot says of its data.
+    A language model has a tokenizer and a context length. For other tasks, the snapshot describes
+    the data.
 
     Raises:
-        SnapshotError: the snapshot's state lacks it.
+        SnapshotError: The description is missing in the snapshot's state.
     """
     state = snapshot.state
     values: dict[str, Any] = {"step": snapshot.step}
@@ -60,7 +61,7 @@ def describe(snapshot: Snapshot) -> dict[str, Any]:
         return values
     spec = read_model_spec(state)
     if spec.model["architecture"] in MODELS and not changed_parts(spec.model):
-        spec.config()  # others are copied unchecked: export runs no user code
+        spec.config()  # others are copied unchecked, because an export runs no user code
     values["model"] = spec.model
     values["block_size"] = spec.block_size
     values.update(spec.tokenizer.state())
@@ -68,7 +69,7 @@ def describe(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _model_card(snapshot: Snapshot, license: str | None) -> bytes:
-    """Return the model card, in Markdown: the step, the validation loss and the name of the data.
+    """Write the model card in Markdown: the step, the validation loss and the name of the data.
 
     The name is untrusted. It stands in an indented block, as ASCII in one line, where neither
     Markdown nor YAML interprets it.

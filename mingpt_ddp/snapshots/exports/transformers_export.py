@@ -32,7 +32,7 @@ from mingpt_ddp.storage.storage import Content
 
 # transformers' defaults are GPT-2's
 NOT_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-# What tokenizers call the token before a text; tokenizer.json does not say which it is.
+# Usual names of the token before a text. tokenizer.json does not say which token it is.
 BEGIN_NAMES = (
     "<s>",
     "<bos>",
@@ -49,7 +49,7 @@ def transformers_files(snapshot: Snapshot) -> dict[str, Content]:
     """Return the files by name.
 
     Raises:
-        SnapshotError: transformers has no form of this model, or it is damaged.
+        SnapshotError: transformers cannot load such a model, or the snapshot is damaged.
     """
     architecture = _architecture(snapshot.state)
     unknown = changed_parts(snapshot.state["config"]["model"])
@@ -61,7 +61,7 @@ def transformers_files(snapshot: Snapshot) -> dict[str, Content]:
         )
     spec = read_model_spec(snapshot.state)
     model = build_around(spec.config(), spec.sizes, snapshot.model)
-    code: dict[str, Content] = {}  # that transformers needs, by file name
+    code: dict[str, Content] = {}  # Python files for transformers, by name
     if isinstance(model, GPT):
         values = gpt2_values(model)
         tensors = gpt2_tensors(snapshot.model)
@@ -114,7 +114,7 @@ def _begin_and_end(special: dict[str, int]) -> dict[str, str]:
     """Return the names of the tokens before and after a text, as bos_token and eos_token.
 
     Args:
-        special: ids by name.
+        special: Ids by name.
     """
     token_names = {}
     for kind, names in (("bos_token", BEGIN_NAMES), ("eos_token", END_NAMES)):

@@ -166,7 +166,10 @@ def _is_link(url: str) -> bool:
 
 
 def _recorded_url(run: str) -> str | None:
-    """Return the URL of the snapshots outside a run directory that its last start recorded."""
+    """Return the snapshot.path that the last start of a run recorded, as a URL.
+
+    Return None if the snapshots are inside the run directory.
+    """
     recorded = None
     with contextlib.suppress(Exception):  # not a run directory, or no more config files
         directory = open_storage(run)
@@ -179,7 +182,7 @@ def _recorded_url(run: str) -> str | None:
 
 
 def _url_in(config: Any, directory: str) -> str | None:
-    """Return the URL of the snapshots outside the run directory in its configuration."""
+    """Return the URL of the snapshots, if a configuration puts them outside the run directory."""
     path = config["snapshot"].get("path")
     # A chained URL (a::b) could open a filesystem that executes what it reads, or writes;
     # snapshot.path is never one.

@@ -1,1 +1,1 @@
-"""Models and tokenizers in the form of the transformers library, there and back."""
+"""Convert models and tokenizers to files of the transformers library, and back."""

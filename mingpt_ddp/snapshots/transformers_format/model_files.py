@@ -1,7 +1,7 @@
-"""The configuration and the weights of a model in the form of transformers, there and back.
+"""Convert the configuration and weights of a model to those of transformers, and back.
 
-The architecture `gpt` is a GPT-2 there. Its linear layers hold their weights transposed, and their
-biases are never missing.
+The architecture `gpt` becomes a GPT-2. Its linear layers hold their weights transposed, and always
+have biases.
 """
 
 import re
@@ -13,7 +13,7 @@ from torch import Tensor
 from mingpt_ddp.models.gpt import GPT
 from mingpt_ddp.models.modern import Modern
 
-MODELING = Path(__file__).with_name("modeling_modern.py")  # that an export of modern contains
+MODELING = Path(__file__).with_name("modeling_modern.py")  # part of each export of modern
 GPT2_NAMES = {
     "token_embedding": "wte",
     "position_embedding": "wpe",
@@ -31,7 +31,8 @@ ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu"
 TENSOR_NAME = re.compile(r"(h\.(?P<block>\d+)\.)?(?P<module>[\w.]+)\.(?P<kind>weight|bias)")
 SIZES = ("n_embd", "n_layer", "n_head")
 DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
-ALLOWED = {  # values, the default first, that models/gpt.py computes
+# Values in a config.json that models/gpt.py can compute. The first one is the default.
+ALLOWED = {
     "model_type": ("gpt2",),
     "layer_norm_epsilon": (1e-5,),
     "scale_attn_weights": (True,),
@@ -43,7 +44,7 @@ ALLOWED = {  # values, the default first, that models/gpt.py computes
 
 
 def gpt2_values(model: GPT) -> dict[str, Any]:
-    """Return the config.json of a GPT-2."""
+    """Return the values of a GPT-2's config.json."""
     config = model.config
     names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
     return {
@@ -57,7 +58,7 @@ def gpt2_values(model: GPT) -> dict[str, Any]:
 
 
 def modern_values(model: Modern) -> dict[str, Any]:
-    """Return the config.json of architecture modern; MODELING has its classes."""
+    """Return the values of config.json for architecture modern. MODELING has its classes."""
     config = model.config
     code = MODELING.stem
     return {
@@ -97,7 +98,7 @@ def model_values(config: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, int
     """Return the group `model`, and the vocabulary size and context length, of a config.json.
 
     Raises:
-        ValueError: it is of a model that architecture gpt cannot compute.
+        ValueError: Architecture gpt cannot compute this model.
     """
     if config["model_type"] == "mingpt_modern":
         model = {"name": "modern", "architecture": "modern", "dropout": config["dropout"]}
@@ -127,9 +128,9 @@ def our_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return GPT-2's weights by our names.
 
     Raises:
-        ValueError: a name is not one of GPT-2's, or the head is not the embedding.
+        ValueError: GPT-2 has no tensor of a name, or the head is not the embedding.
     """
-    if "head.weight" in tensors:  # of architecture modern
+    if "head.weight" in tensors:  # architecture modern
         return tensors
     by_our_name = {}
     for full, tensor in tensors.items():

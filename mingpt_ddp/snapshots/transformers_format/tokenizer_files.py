@@ -1,4 +1,4 @@
-"""The tokenizer of a directory of transformers, there and back."""
+"""Convert a tokenizer to files of transformers, and back."""
 
 import json
 from typing import Any
@@ -16,7 +16,7 @@ from mingpt_ddp.snapshots.format import MAX_STATE_BYTES, load_json
 from mingpt_ddp.storage.storage import Storage
 
 PADDING_BYTE = BYTE_NAMES[0xFF]  # UTF-8 never has this byte
-ANY_CHARACTER = r"[\s\S]"  # line feeds too
+ANY_CHARACTER = r"[\s\S]"  # including line feeds
 BYTE_LEVEL: dict[str, Any] = {
     "type": "ByteLevel",
     "add_prefix_space": False,
@@ -26,19 +26,19 @@ BYTE_LEVEL: dict[str, Any] = {
 
 
 def padding(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what tokenizer_config.json says of the token that pads texts.
+    """Return the entries of tokenizer_config.json for the token that pads texts.
 
-    It is one of the model's, which has no row more, and must not change any text. transformers
-    drops a special token from what it decodes, and takes its name in a text for the token, unless
-    split_special_tokens is set.
+    The token is one of the model's, because the embedding has no row for another one. It must not
+    change any text. But transformers drops special tokens when it decodes, and without
+    split_special_tokens it encodes a special token's name in a text as that token.
     """
     state = tokenizer.state()
     special = [*special_tokens(tokenizer)]
-    if special:  # as for GPT-2; prefer one that is meant for it
+    if special:  # GPT-2 has one; prefer a token that is meant for padding
         named = [name for name in special if "pad" in name.lower()]
         is_text = {} if tokenizer.end is None else {"split_special_tokens": True}
         return {"pad_token": (named or special)[0], **is_text}
-    # tokenizer_json declares it; the empty map keeps transformers from making it special
+    # tokenizer_json declares the token. The empty map keeps transformers from making it special.
     if "vocabulary" in state:
         return {"pad_token": state["vocabulary"][-1:], "added_tokens_decoder": {}}
     return {"pad_token": PADDING_BYTE, "split_special_tokens": True}
@@ -47,7 +47,7 @@ def padding(tokenizer: Tokenizer) -> dict[str, Any]:
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """Return the ids of the special tokens by name.
 
-    Characters and bytes have at most the one that ends a document.
+    Characters and bytes have at most one, which ends a document.
     """
     if not isinstance(tokenizer, BPETokenizer):
         return {} if tokenizer.end is None else {END_NAME: tokenizer.end}
@@ -59,7 +59,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> bytes:
     """Return a tokenizer of the `tokenizers` library with the same tokens.
 
     Raises:
-        SnapshotError: the vocabulary is not text.
+        SnapshotError: The vocabulary is not text.
     """
     if isinstance(tokenizer, BPETokenizer):
         return tokenizer.json.encode()
@@ -95,7 +95,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> bytes:
     if tokenizer.end is not None:
         names.insert(tokenizer.end, END_NAME)
     ids = {name: i for i, name in enumerate(names)}
-    # No token has the empty name, so that a character that the model does not know is an error.
+    # No token has an empty name. An unknown character is therefore an error.
     model = {"type": "WordLevel", "vocab": ids, "unk_token": ""}
     return _tokenizer_file(special or [last], split, {"type": "Fuse"}, model)
 
@@ -124,15 +124,15 @@ def json_file(values: dict[str, Any]) -> bytes:
 
 
 def read_tokenizer(storage: Storage, names: list[str]) -> Tokenizer | None:
-    """Return the tokenizer of the directory; None if there is none.
+    """Read the tokenizer of a directory. Return None if there is none.
 
     Raises:
-        LookupError, TypeError, ValueError: it is not one of characters, bytes or byte-level BPE.
+        LookupError, TypeError, ValueError: The tokens are not characters, bytes or byte-level BPE.
     """
     if "tokenizer.json" in names:
         text = storage.read("tokenizer.json", MAX_STATE_BYTES).decode()
         values = load_json(text.encode())
-        if values["model"]["type"] == "WordLevel":  # an export of ours
+        if values["model"]["type"] == "WordLevel":  # exported by this package
             return _char_tokenizer(values["model"]["vocab"])
         text = _without_padding(text, values)
     elif {"vocab.json", "merges.txt"} <= {*names}:
@@ -146,7 +146,7 @@ def read_tokenizer(storage: Storage, names: list[str]) -> Tokenizer | None:
             "pre_tokenizer": BYTE_LEVEL,
             "decoder": BYTE_LEVEL,
         }
-        if END_NAME in vocab:  # the files do not say that it is special
+        if END_NAME in vocab:  # these files do not mark special tokens
             end = {"id": vocab[END_NAME], "content": END_NAME, "special": True, **EXACT}
             values["added_tokens"] = [end]
         text = json.dumps(values)
@@ -161,10 +161,10 @@ def read_tokenizer(storage: Storage, names: list[str]) -> Tokenizer | None:
 
 
 def _char_tokenizer(vocab: dict[str, Any]) -> CharTokenizer:
-    """Return the tokenizer of a vocabulary of single characters, and of END_NAME if it has one.
+    """Build the tokenizer of a vocabulary of single characters, perhaps with END_NAME.
 
     Args:
-        vocab: ids by token.
+        vocab: Ids by token.
     """
     character_of = {i: END if name == END_NAME else name for name, i in vocab.items()}
     has_words = any(len(character) != 1 for character in character_of.values())
@@ -176,10 +176,10 @@ def _char_tokenizer(vocab: dict[str, Any]) -> CharTokenizer:
 def _without_padding(text: str, values: dict[str, Any]) -> str:
     """Return a tokenizer.json without the added token for padding.
 
-    transformers saves the padding of an export so, though its name is that of a byte.
+    transformers adds this token when it saves an export again, although it is a byte's token.
 
     Args:
-        values: of the text.
+        values: The parsed text.
     """
     added = values.get("added_tokens") or []
     if not added:

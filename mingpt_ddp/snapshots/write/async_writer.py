@@ -32,17 +32,17 @@ FileContents = dict[str, dict[str, Tensor] | bytes]  # by file name: tensors by 
 
 @dataclass(frozen=True)
 class Capture:
-    """What this rank saves of a step."""
+    """The files that this rank saves after a step."""
 
     step: int
     files: FileContents  # the tensors may change as soon as they are staged
-    settings: str = ""  # a digest of all that the bits of the step depend on, for the ledger
+    settings: str = ""  # digest of all settings that change the bits of the step, for the ledger
 
 
 class AsyncSave(threading.Thread):
-    """Stage, write, commit.
+    """Stage, write and commit.
 
-    Every rank runs this thread for the same step; an error on one rank is raised on all.
+    Every rank runs this thread for the same step. An error on one rank is raised on all.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class AsyncSave(threading.Thread):
     ) -> None:
         """
         Args:
-            buffers: staging buffers by file name, reused by every snapshot.
-            apply_retention: called on rank zero after the commit; must not raise.
-            ledger: rank zero adds the hashes of the snapshot before the commit.
+            buffers: Staging buffers by file name, reused by every snapshot.
+            apply_retention: Called on rank zero after the commit. It must not raise an exception.
+            ledger: Rank zero adds the hashes of the snapshot before the commit.
         """
         super().__init__(name=f"snapshot of step {capture.step}", daemon=True)
         self.runtime = runtime
@@ -68,14 +68,14 @@ class AsyncSave(threading.Thread):
         self.capture = capture
         self.apply_retention = apply_retention
         self.ledger = ledger
-        self._contents: dict[str, memoryview | bytes] = {}  # of this rank's files, once staged
-        self._hashes: Hashes = {}  # of what all ranks staged, on rank zero
+        self._contents: dict[str, memoryview | bytes] = {}  # staged content of this rank's files
+        self._hashes: Hashes = {}  # on rank zero: hashes of the tensors of all ranks
         self.staged = threading.Event()
         self.started_at = time.monotonic()
-        self.duration_s = 0.0  # from the start to the commit
+        self.duration_s = 0.0  # seconds from the start to the commit
         # The result, the same on every rank.
-        self.failure: OSError | None = None  # the store could not be written
-        self.error: Exception | None = None  # ends the run
+        self.failure: OSError | None = None  # error of the store
+        self.error: Exception | None = None  # another error, which ends the run
         self._ready = {
             device: torch.cuda.current_stream(device).record_event()
             for device in self._devices()
@@ -83,7 +83,7 @@ class AsyncSave(threading.Thread):
         }
 
     def _devices(self) -> list[torch.device]:
-        """Return the device of this rank, and others with tensors of its model."""
+        """List the device of this rank, and other devices that hold tensors of its model."""
         devices = [self.runtime.device]
         for content in self.capture.files.values():
             if isinstance(content, dict):
@@ -123,9 +123,8 @@ class AsyncSave(threading.Thread):
     def _note_failure(self, error: OSError) -> None:
         """Keep the error of the store. Delete the files of this save, in case the disk is full."""
         self.failure = error
-        if (
-            self.store.storage.has_flock
-        ):  # on an object store that fails, the deletion would fail too
+        # on an object store that fails, the deletion would fail too
+        if self.store.storage.has_flock:
             with contextlib.suppress(OSError):
                 self.runtime.group.env.call_on_rank_zero(partial(self.store.clear, self.step))
 
@@ -135,7 +134,7 @@ class AsyncSave(threading.Thread):
         Return the content of each file.
         """
         if self._ready:
-            torch.cuda.set_device(self.runtime.device)  # of this thread
+            torch.cuda.set_device(self.runtime.device)  # a thread has its own current device
         files = self.capture.files
         tensors = {name: content for name, content in files.items() if isinstance(content, dict)}
         if not self._buffers_fit(tensors):
@@ -166,7 +165,7 @@ class AsyncSave(threading.Thread):
         return contents
 
     def _stage_and_describe(self) -> dict[str, Any]:
-        """Stage; return what rank zero needs to know of it, as JSON values."""
+        """Stage the tensors. Describe them for rank zero, as JSON values."""
         self._contents = self._stage()
         described: dict[str, Any] = {"lines": {}, "hooks": {}}
         if self.runtime.strategy.weights != "rows":  # else no rank has a whole tensor

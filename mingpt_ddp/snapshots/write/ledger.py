@@ -1,12 +1,12 @@
-"""The ledger of a run: the hashes of every snapshot, which stay when retention has deleted it.
+"""The ledger of a run: the hashes of every snapshot. They stay when retention deletes a snapshot.
 
 `snapshots.jsonl` in the run directory has a line for each commit:
 
     {"step": 100, "settings": "2c2620...", "model": "9f86d0...", "optimizer": "60303a..."}
 
-and `ema` and `hooks`, if there are some. A hash is the SHA-256 of the names, types, shapes and
-SHA-256s of all tensors of a kind: of what a snapshot holds, on however many ranks. Where ranks hold
-rows of tensors (fsdp, hsdp) there are none.
+and `ema` and `hooks`, if the snapshot has them. A hash is the SHA-256 of the names, types, shapes
+and SHA-256s of all tensors of a kind. It does not depend on the number of ranks. There are no lines
+if each rank holds rows of the weights (fsdp, hsdp).
 """
 
 import contextlib
@@ -28,9 +28,9 @@ from mingpt_ddp.storage.lines import append_line, read_lines
 log = logging.getLogger(__name__)
 
 LEDGER = "snapshots.jsonl"
-MAX_BYTES = 1 << 26  # of the file: 268,000 snapshots
-# Not in a digest of settings: what they have become is in the environment of a state.json, or no
-# attempt of a run can change it.
+MAX_BYTES = 1 << 26  # size limit of the file. This fits 268,000 snapshots
+# Keys that are left out of a digest of settings: their effect is in the environment of a
+# state.json, or no attempt of a run can change it.
 NOT_IN_SETTINGS = (
     "ddp.strategy",
     "ddp.backend",
@@ -44,7 +44,7 @@ DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def digest_settings(state: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of all in a state.json that the bits of its attempt depend on."""
+    """Return the SHA-256 of all settings in a state.json that change the bits of its attempt."""
     config: dict[str, dict[str, Any]] = {}
     for group, values in state.get("config", {}).items():
         config[group] = {}
@@ -59,7 +59,7 @@ def digest_settings(state: Mapping[str, Any]) -> str:
     }
     if config.get("optimizer", {}).get("schedule_steps") is None:  # the length of the schedules
         limits = {key: state.get("config", {}).get("trainer", {}).get(key) for key in LIMITS}
-        # the steps of minutes are not known at the start, where no rate depends on them
+        # with a time limit the number of steps is not known at the start
         settings["steps"] = limits if limits["max_minutes"] else state.get("steps")
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
@@ -69,7 +69,7 @@ class Record:
     """A line of the ledger."""
 
     step: int
-    settings: str  # of `digest_settings`
+    settings: str  # digest of `digest_settings`
     hashes: Hashes
 
 
@@ -81,7 +81,7 @@ class Ledger:
         self._has_failed = False
 
     def append(self, step: int, hashes: Hashes, settings: str) -> None:
-        """Add the hashes of a snapshot; a warning, once, is all if they cannot be written."""
+        """Add the hashes of a snapshot. If they cannot be written, only warn, once."""
         if not hashes:
             return
         record = {"step": step, "settings": settings, **hashes}
@@ -93,7 +93,7 @@ class Ledger:
             self._has_failed = True
 
     def read(self) -> dict[int, Record]:
-        """Return the newest line of each step; what is no such line is skipped."""
+        """Return the newest record of each step. Invalid lines are skipped."""
         records = {}
         try:
             for line in read_lines(self.path, MAX_BYTES):

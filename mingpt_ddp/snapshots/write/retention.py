@@ -1,4 +1,4 @@
-"""Retention: which snapshots of a run to keep, and deleting the others after a commit."""
+"""Retention: delete the snapshots of a run that are no longer kept, after a commit."""
 
 import logging
 
@@ -11,13 +11,13 @@ log = logging.getLogger(__name__)
 def apply_retention(
     snapshot: SnapshotConfig, store: SnapshotStore, newest: int, best: int | None
 ) -> None:
-    """Delete the snapshots that are no longer kept once the one of step `newest` is committed.
+    """Delete the snapshots that are no longer kept, if step `newest` is committed.
 
     If another process has taken over the store, log that and delete nothing: the next save ends the
     run.
 
     Args:
-        best: step of the snapshot that snapshot.keep_best keeps.
+        best: Step of the snapshot that snapshot.keep_best keeps.
     """
     try:
         if store.is_committed(newest):
@@ -49,7 +49,7 @@ def prune(
     """Delete the expired steps.
 
     Raises:
-        RunError: another process has taken over the lease.
+        RunError: Another process has taken over the lease.
     """
     for step in expired_steps(store, keep_last, best, newest, every):
         store.delete(step)

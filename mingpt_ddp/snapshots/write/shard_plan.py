@@ -1,6 +1,7 @@
-"""Which rank writes which files of a snapshot: those that share rank zero's storage share them.
+"""Decide which rank writes which files of a snapshot.
 
-If the strategy divides the state, every rank writes its own part.
+If all ranks hold the same state, the ranks that share rank zero's storage share the work. If each
+rank holds a shard of the state, it writes that shard.
 """
 
 import contextlib
@@ -21,15 +22,16 @@ from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.storage.run_directory import PROBE
 from mingpt_ddp.storage.storage import Storage
 
-TensorsByKind = Mapping[str, Mapping[str, Tensor]]  # by kind (model, optimizer, ema, hooks), name
+TensorsByKind = Mapping[str, Mapping[str, Tensor]]  # by kind (model, optimizer ...) and name
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Who writes what of a snapshot."""
+    """The ranks that write the tensors of a snapshot."""
 
-    ranks: dict[str, Sequence[int]]  # by kind: one file of each
-    writers: dict[tuple[str, str], int] = field(default_factory=dict)  # by kind and name
+    ranks: dict[str, Sequence[int]]  # by kind: the ranks that write a file of this kind
+    # Rank that writes a whole tensor, by kind and name. By default, the first rank of the kind.
+    writers: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def writer(self, kind: str, name: str) -> int:
         """Return the rank that writes a whole tensor."""
@@ -37,10 +39,10 @@ class Shares:
 
 
 def share_tensors(tensors: TensorsByKind, ranks: Sequence[int]) -> Shares:
-    """Share whole tensors out over ranks, balanced by bytes; deterministic, so that all agree.
+    """Assign whole tensors to ranks, balanced by bytes. All ranks get the same result.
 
-    If shards would be too small, whole kinds are written side by side. Then the first rank, which
-    also writes the state and the manifest, gets the least.
+    If shards would be too small, each kind is written by one rank. Then the first rank, which also
+    writes the state and the manifest, gets the fewest bytes.
     """
     sizes = {}
     by_kind = dict.fromkeys(tensors, 0)
@@ -65,18 +67,20 @@ def share_tensors(tensors: TensorsByKind, ranks: Sequence[int]) -> Shares:
 
 
 class ShardPlan:
-    """Which files each rank writes; found once, by a collective."""
+    """The files that each rank writes. A collective finds out once who shares the storage."""
 
     def __init__(self, runtime: Runtime, store: SnapshotStore) -> None:
         self.group = runtime.group
         self.strategy = runtime.strategy
         self.storage = store.storage
-        self._writers: list[int] = []  # ranks; [] until they are known
+        self._writers: list[
+            int
+        ] = []  # ranks that share rank zero's storage; empty until they are known
 
     def own_files(self, tensors: TensorsByKind) -> dict[str, dict[str, Tensor]]:
         """Return the tensors that this rank writes, by file and name. A collective.
 
-        Every rank gets the state of hooks. Rank zero alone writes it; the others compare it.
+        Every rank gets the state of hooks. Only rank zero writes it, and the others compare it.
         """
         strategy = self.strategy
         joined = {kind: strategy.join_tensors(named) for kind, named in tensors.items()}
@@ -109,10 +113,10 @@ class ShardPlan:
         return share_tensors(tensors, self._writers)
 
     def check_reach(self) -> None:
-        """Check that all ranks reach the storage, if rank zero does. A collective.
+        """Check that all ranks reach the storage, if rank zero reaches it. A collective.
 
         Raises:
-            ConfigError: some do not.
+            ConfigError: Some ranks do not reach it.
         """
         self._writers = self._writers or ranks_with_same_storage(self.group, self.storage)
         world_size = self.group.world_size
@@ -126,9 +130,10 @@ class ShardPlan:
 
 
 def ranks_with_same_storage(group: ProcessGroup, storage: Storage) -> list[int]:
-    """Return the ranks that see the files that rank zero writes. A collective.
+    """List the ranks that see the files that rank zero writes. A collective.
 
-    They are those of its node, or all ranks on a shared filesystem; [] if rank zero cannot write.
+    These are the ranks of its node, or all ranks on a shared filesystem. The list is empty if rank
+    zero cannot write.
     """
     if group.world_size == 1 or storage.shared:
         return [*range(group.world_size)]

@@ -1,4 +1,4 @@
-"""The snapshots of a run on disk or in an object store: write, commit, delete; reading is below.
+"""Write, commit and delete the snapshots of a run, on disk or in an object store.
 
 A process may be killed (SIGKILL) at any moment: a snapshot exists once its manifest does, which
 `SnapshotStore.commit` writes last.
@@ -17,21 +17,21 @@ from mingpt_ddp.storage.yaml_and_json import check_size
 
 
 class SnapshotStore(StoreReader):
-    """The snapshots of one run below one URL, to read, write and delete them."""
+    """Read, write and delete the snapshots of one run, below one URL."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self._lease: Lease | None = None  # ownership on an object store, which has no file locks
-        # Under a lease: committed steps that this run has found at its start or has written.
+        # Under a lease: committed steps that this run has found at its start, or has written.
         self._known: set[int] = set()
-        # It raises RunError if a locked directory is gone.
+        # Raises RunError if the run's locked directory was deleted or moved.
         self.check_owner: Callable[[], None] = lambda: None
 
     def hold(self, lease: Lease) -> None:
         """Write under a lease from now on, and note which snapshots are committed already.
 
         Raises:
-            StorageUnavailableError, SnapshotError: the URL cannot be read.
+            StorageUnavailableError, SnapshotError: The URL cannot be read.
         """
         self._lease = lease
         steps = self.steps()
@@ -43,16 +43,16 @@ class SnapshotStore(StoreReader):
         self._known = {step for step, known in zip(steps, are_committed, strict=True) if known}
 
     def check_lease(self) -> None:
-        """Check in an object store that this run still owns it.
+        """Check that this run still owns its object store.
 
         Raises:
-            RunError: another process has taken over the lease.
-            OSError: the storage does not respond.
+            RunError: Another process has taken over the lease.
+            OSError: The storage does not respond.
         """
         if self._lease is not None:
             self._lease.check()
 
-    # A save: begin, then write_files (every rank its files), then commit.
+    # A save calls begin, then write_files on every rank, then commit.
 
     def begin(self, step: int) -> None:
         """Make room for a snapshot, unless the run has lost its directory or its lease.
@@ -62,8 +62,8 @@ class SnapshotStore(StoreReader):
         kept, and files without a manifest are overwritten instead of deleted.
 
         Raises:
-            RunError: the directory was deleted or moved, or another process has taken over.
-            OSError: the storage does not respond.
+            RunError: The directory was deleted or moved, or another process has taken over.
+            OSError: The storage does not respond.
         """
         self.check_owner()
         if self._lease is None:
@@ -80,10 +80,10 @@ class SnapshotStore(StoreReader):
         self.delete(step)
 
     def write_files(self, step: int, contents: Mapping[str, memoryview | bytes]) -> Files:
-        """Write some of the files of a snapshot; return their manifest entries.
+        """Write some files of a snapshot. Return their manifest entries.
 
         Raises:
-            OSError: one cannot be written, or could not be read again.
+            OSError: A file cannot be written, or is too large to be read again.
         """
         if layout.STATE in contents:
             check_size(bytes(contents[layout.STATE]), layout.MAX_STATE_BYTES)
@@ -99,15 +99,15 @@ class SnapshotStore(StoreReader):
     def commit(
         self, step: int, by_rank: Sequence[Files], record: Callable[[], None] | None = None
     ) -> None:
-        """Write the manifest, if all files are there: from then on the snapshot exists.
+        """Write the manifest if all files are there. From then on, the snapshot exists.
 
         Args:
-            by_rank: the entries of each rank's files, as `write_files` returned them.
-            record: called when nothing but the manifest is missing, by the owner of the store.
+            by_rank: The entries of each rank's files, as `write_files` returned them.
+            record: Called once only the manifest is missing.
 
         Raises:
-            OSError: a file is missing or has another size, or the manifest cannot be written.
-            RunError: another process has taken over the lease, or the run directory was deleted.
+            OSError: A file is missing or has another size, or the manifest cannot be written.
+            RunError: Another process has taken over the lease, or the run directory was deleted.
         """
         files: Files = {}
         for files_of_rank in by_rank:
@@ -127,8 +127,8 @@ class SnapshotStore(StoreReader):
         """Delete a snapshot or the files of a failed save, if the run still has its lease.
 
         Raises:
-            RunError: another process has taken over the lease.
-            OSError: the storage does not respond.
+            RunError: Another process has taken over the lease.
+            OSError: The storage does not respond.
         """
         self.check_lease()
         self.clear(step)
