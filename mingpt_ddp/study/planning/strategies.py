@@ -156,14 +156,16 @@ class Footprint:
     def moments(self, rows: int) -> list[Moment]:
         """Return the moments of a step that may need most memory."""
         sizes, known = self.sizes, self.sizes.activations
-        has_buckets = self.strategy in ("ddp", "zero1")  # of gradients, which stay allocated
+        has_peers = self.devices.ranks > 1
+        has_buckets = has_peers and self.rank_holds.weights == "whole"  # gradients stay allocated
         gathers = self.rank_holds.weights == "rows"
         gradients = FP32 * sizes.trained * self.share
         # While passes run: the buckets, and the gradients that earlier passes have summed.
         held = gradients * (has_buckets + (self.batch.micro_batches_per_rank > 1))
-        # Muon holds directions in fp32 and stacks of matrices in 16 bits. If ranks share its work,
+        # Muon holds directions in fp32 and stacks of matrices in 16 bits. If ranks divide its work,
         # they also hold messages.
-        muon = sizes.muon * (12 if self.strategy == "ddp" else 10) * self.optimizer_share
+        divides_work = has_peers and self.rank_holds.optimizer_state == "whole"
+        muon = sizes.muon * (12 if divides_work else 10) * self.optimizer_share
         freed = 0 if has_buckets else FP32 * sizes.muon
         update = Moment(gradients - freed, temporaries=muon)
         if known is None:
