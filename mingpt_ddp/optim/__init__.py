@@ -19,6 +19,8 @@ from mingpt_ddp.models.dtensor import is_dtensor
 from mingpt_ddp.optim.muon import Muon
 from mingpt_ddp.optim.state import State, declare_state
 
+__all__ = ["build_optimizer", "decay_groups", "declare_state"]
+
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return two parameter groups: matrices with weight decay; biases and norms without it."""

@@ -31,10 +31,12 @@ print({"sdist": build_meta.build_sdist, "wheel": build_meta.build_wheel}[kind](d
 SCRIPT = """
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 import mingpt_ddp
 from mingpt_ddp.errors import UserError
+from mingpt_ddp.optim import declare_state
 from mingpt_ddp.registry import ModelConfig, check, on, register
 
 
@@ -51,6 +53,11 @@ class Mine(nn.Module):
     def __init__(self, config: MineConfig, vocab_size: int, block_size: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, config.n_hidden)
+
+
+@declare_state(torch.optim.Adagrad)
+def adagrad_state(parameter: Tensor, group: dict[str, object]) -> dict[str, Tensor]:
+    return {"step": torch.zeros(()), "sum": torch.zeros_like(parameter)}
 
 
 @on("end")
