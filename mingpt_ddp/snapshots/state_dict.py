@@ -122,7 +122,7 @@ def check_savable(
                 )
         if declared is not None:
             kept = {key: value for key, value in state.items() if value is not None}
-            if difference := _difference(kept, declared[parameter]):
+            if difference := _difference(kept, declared.get(parameter, {})):
                 raise CodeError(
                     f"the optimizer's state of {names[parameter]} {difference}; change "
                     f"@declare_state({type(optimizer).__name__})"
@@ -184,7 +184,7 @@ def _difference(state: State, declared: State) -> str:
     if not state:
         return ""
     if state.keys() != declared.keys():
-        return f"is not {', '.join(sorted(declared))}"
+        return f"is not {', '.join(sorted(declared)) or 'empty'}"
     for key, value in state.items():
         found, expected = _shape_and_type(value), _shape_and_type(declared[key])
         if found != expected:
