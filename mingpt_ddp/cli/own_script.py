@@ -37,13 +37,7 @@ def resolve(words: Sequence[str] | None = None) -> Job:
         return checked_job(Job.from_json(Path(caller.job).read_text()))
     if words is not None:
         sys.argv[1:] = words
-    jobs = list[Job]()
-
-    def task(cfg: DictConfig, swept: Collection[str] | None = None) -> float:
-        jobs.append(checked_job(from_hydra.resolve(cfg, swept)))
-        return 0.0
-
-    vars(task)["is_script"] = True  # `study/sweeps/sweeper.py` runs the script for each job
+    task = _ResolveScript()
     prepare_command_line(read_env())
     try:
         text = hydra_utils.answer(sys.argv[1:]) or hydra_utils.run_hydra(task)
@@ -60,5 +54,18 @@ def resolve(words: Sequence[str] | None = None) -> Job:
         exit_with(Outcome(RunStatus.COMPLETE))
     if sweep := started_sweep():
         exit_with(sweep.finish())
-    [job] = jobs
+    [job] = task.jobs
     return job.with_run(name=run_name(job.config))
+
+
+class _ResolveScript:
+    """The task that Hydra calls with what it has composed. Keep the job for the script."""
+
+    is_script = True  # `study/sweeps/sweeper.py` runs the script for each job of a sweep
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+
+    def __call__(self, cfg: DictConfig, swept: Collection[str] | None = None) -> float:
+        self.jobs.append(checked_job(from_hydra.resolve(cfg, swept)))
+        return 0.0

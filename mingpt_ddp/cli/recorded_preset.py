@@ -20,10 +20,10 @@ from mingpt_ddp.config.config import KEYS, flatten
 from mingpt_ddp.config.keys.fields import enters_name
 from mingpt_ddp.config.keys.schema import GROUPS, selected
 from mingpt_ddp.config.recorded import (
-    as_read_then,
     class_of,
     is_untrusted,
     untrusted_values,
+    with_data_format,
     with_defaults,
 )
 from mingpt_ddp.config.validation import check
@@ -53,7 +53,7 @@ def store_recorded(run: str, typed: list[str]) -> list[str]:
     if recorded is None or not {*recorded} >= {"run", "model", "optimizer", "data", "trainer"}:
         raise ConfigError(f"{run} has no config.yaml of a run; name a run directory")
     refuse_own_loop(directory)
-    recorded = with_defaults(as_read_then(recorded))
+    recorded = with_defaults(with_data_format(recorded))
     for key in flatten(recorded):
         is_name = key.partition(".")[2].isidentifier()
         check(is_name, f"{run}/config.yaml has the key {key[:50]!r}, which no run writes")
@@ -77,7 +77,7 @@ def store_recorded(run: str, typed: list[str]) -> list[str]:
         if not has_code and class_of(group, keys) is None:  # no file has registered it
             selector, choice = selected(group, keys)
             advice = f"type its preset, as in --config-dir=DIR {group}=NAME"
-            raise ConfigError(f"{group}.{selector}={choice} is in code of yours; {advice}")
+            raise ConfigError(f"{group}.{selector}={choice} needs your own code; {advice}")
     if "experiment" in typed_values:
         echo_error(
             f"experiment={typed_values['experiment']} adds what {run} has not recorded, as code"
@@ -149,12 +149,13 @@ def _leave_out(recorded: dict[str, Any], typed: dict[str, str], run: str, direct
     if not omitted:
         return
     listed = ", ".join(f"{key}={value}" for key, value in omitted.items())
+    notice = f"not taken from {run}: {listed}; give what you trust on the command line"
     for key in omitted:
         # A preset on the command line may name the file.
         if key.endswith(".code") and not {key.partition(".")[0], "experiment"} & typed.keys():
             needed = shlex.join(words_to_type(directory, flat))
-            raise ConfigError(f"not taken from {run}: {listed}; type what you trust, with {needed}")
-    echo_error(f"not taken from {run}: {listed}; type what you trust"[:LONGEST_LINE])
+            raise ConfigError(f"{notice}, with {needed}")
+    echo_error(notice[:LONGEST_LINE])
 
 
 def _node(value: Any) -> Any:

@@ -146,11 +146,11 @@ def train(cfg: DictConfig, swept: Collection[str] | None, outcomes: list[Outcome
             raise EndsProcess(outcome) from None
         log.error("%s", outcome.error)
         raise JobError(f"a job of the sweep is invalid: {outcome.error}") from None
-    if job.trial is None:
+    if job.place is None:
         return _train_run(job, env, outcomes)
-    from mingpt_ddp.study.sweeps.for_others import train_for_others
+    from mingpt_ddp.study.sweeps.other_sweepers import train_for_other_sweeper
 
-    return train_for_others(job, job.trial, env, sweep)
+    return train_for_other_sweeper(job, job.place, env, sweep)
 
 
 def _train_run(job: Job, env: DistEnv, outcomes: list[Outcome]) -> float:
@@ -166,10 +166,10 @@ def _check(job: Job) -> DistEnv:
     """Check the job against this machine; return the environment of this process."""
     config = job.config
     check_machine(config)
-    if job.trial is None:  # the jobs of a sweep may all be complete, and then need no text
+    if job.place is None:  # the jobs of a sweep may all be complete, and then need no text
         check_text(config)
     ignored = sorted(key for key in job.command_line_keys if key.startswith("sweep."))
-    if ignored and job.trial is None:
+    if ignored and job.place is None:
         log.warning("%s: without -m this is one run, no sweep", ", ".join(ignored))
     return read_env(config.ddp.ranks_here)
 
@@ -207,7 +207,7 @@ def train_as_worker(text: str, ends: WorkerEnds) -> None:
     SignalHandler(exits).install()
     try:
         job = Job.from_json(text)
-        records = SingleRun(ends.judge if ends.is_judged else None)
+        records = SingleRun(ends.ask_pruner if ends.has_pruner else None)
         outcome = run_job(job, exits.env, records, process_start_time())
     except Exception as error:
         outcome = exits.outcome_of(error)

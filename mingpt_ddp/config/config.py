@@ -182,14 +182,14 @@ def from_mapping(values: dict[str, Any]) -> Config:
     return Config(**{group: build_group(group, values.get(group)) for group in GROUPS})
 
 
-def drop_defaults_of_others(group: str, values: Any, typed: set[str]) -> None:
+def drop_defaults_of_others(group: str, values: Any, command_line_keys: set[str]) -> None:
     """Drop the keys of a preset that the task or optimizer called `name` does not have.
 
     A key is dropped only if it has its default and is not on the command line. Any other unknown
     key is refused later.
 
     Args:
-        typed: Keys from the command line.
+        command_line_keys: Keys from the command line.
     """
     classes = GROUPS[group][1]
     cls = classes.get(str(values.get("name"))) if isinstance(values, dict) else None
@@ -197,7 +197,7 @@ def drop_defaults_of_others(group: str, values: Any, typed: set[str]) -> None:
         return
     for key in {*values} - {*field_types(cls)}:
         is_default = any(values[key] == default_values(c).get(key, ...) for c in classes.values())
-        if is_default and f"{group}.{key}" not in typed:
+        if is_default and f"{group}.{key}" not in command_line_keys:
             del values[key]
 
 

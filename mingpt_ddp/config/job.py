@@ -127,7 +127,7 @@ class Job:
     # Directories in which `run_code` looks for the files that the configuration names as `code`.
     preset_directories: tuple[str, ...] = ()
     presets: Mapping[str, str] = field(default_factory=dict)  # the chosen preset of each group
-    trial: SweepPlace | None = None  # None outside of a sweep
+    place: SweepPlace | None = None  # None outside of a sweep
 
     @property
     def directory(self) -> Path:
@@ -137,7 +137,7 @@ class Job:
     @property
     def number(self) -> int:
         """The number of the job in its sweep, from 0."""
-        return self.trial.number if self.trial else 0
+        return self.place.number if self.place else 0
 
     def with_run(self, **changes: Any) -> Job:
         """Return the job with other values of the group `run`."""
@@ -184,7 +184,7 @@ class Job:
                 "trainer.batch_size and trainer.batch_size_per_rank exclude each other; give one "
                 "of them"
             )
-        _prefer_typed_limit(values.get("trainer"), keys)
+        _prefer_given_limit(values.get("trainer"), keys)
         directories = tuple(preset_directories)
         with attribute_errors_to_user_code():
             run_code(values, [*map(Path, directories)], presets)
@@ -212,13 +212,13 @@ def job_json(
     return json.dumps(arguments, default=str)
 
 
-def _prefer_typed_limit(trainer: Any, typed: Container[str]) -> None:
+def _prefer_given_limit(trainer: Any, command_line_keys: Container[str]) -> None:
     """Let limits or a batch size from the command line replace those from presets and defaults."""
-    if "trainer.batch_size" in typed:
+    if "trainer.batch_size" in command_line_keys:
         trainer["batch_size_per_rank"] = None
-    typed_limits = {limit for limit in LIMITS if f"trainer.{limit}" in typed}
-    if any(trainer.get(limit) is not None for limit in typed_limits):
-        trainer |= dict.fromkeys({*LIMITS} - typed_limits)
+    given = {limit for limit in LIMITS if f"trainer.{limit}" in command_line_keys}
+    if any(trainer.get(limit) is not None for limit in given):
+        trainer |= dict.fromkeys({*LIMITS} - given)
 
 
 def run_name(config: Config, extra: dict[str, Any] | None = None) -> str:

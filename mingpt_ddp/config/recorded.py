@@ -14,10 +14,10 @@ UNTRUSTED = (*PLACES, "run.resume", "tracker.entity", "tracker.uri")
 CODE_SHA256 = "code_sha256"
 
 
-def as_read_then(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a recorded configuration that reads its text like the version that recorded it.
+def with_data_format(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a recorded configuration with the key `data.format`.
 
-    Versions without the key `data.format` read any UTF-8 file as text.
+    Versions without this key read any UTF-8 file as text.
     """
     data = values["data"]
     if "dataset" in data or "format" in data:

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 ROOT_CAUSE_TIMEOUT_S = 1.0  # how long a rank that lost a peer waits for the root cause
 # Other ranks give local rank 0 this long to report an error that all ranks have.
-SLOWER_S = 5.0
+OTHER_RANKS_WAIT_S = 5.0
 # An agent takes this long to notice that a worker has exited. Then it kills the other workers.
 AGENT_POLL_S = 1.0
 
@@ -222,7 +222,7 @@ def exit_with(outcome: Outcome, prints: bool = True) -> NoReturn:
         exit_process(error, FAILURE, prints)
     if outcome.reporter is Reporter.ONE_RANK and env.has_agent and env.local_rank > 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(SLOWER_S)  # the agent ends this process when local rank 0 has exited
+        time.sleep(OTHER_RANKS_WAIT_S)  # the agent ends this process when local rank 0 has exited
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this process ends by itself
     if isinstance(error, JoinError):
         kill_stopped_siblings(env)

@@ -39,8 +39,8 @@ PATCH = "code.patch"
 MAX_CODE_BYTES = 1 << 24  # size of a Python file
 TOO_LARGE = f"more than {MAX_PATCH_BYTES:,} bytes, not kept"
 COMMIT = re.compile("^([0-9a-f]{12})[0-9a-f]{28,52}")  # a SHA-1 or SHA-256 hash
-GIT_S = 5.0  # time limit in seconds for all commands of git together
-READ_S = 60.0  # time limit in seconds for reading the code
+GIT_TIMEOUT_S = 5.0  # time limit in seconds for all commands of git together
+READ_TIMEOUT_S = 60.0  # time limit in seconds for reading the code
 SHOWN = 5  # number of files that a message names
 LONGEST = 400  # characters of a description
 DIFF = (
@@ -104,7 +104,7 @@ def start_reading(roots: Iterable[Path]) -> Callable[[], Code]:
         roots: The user's files that the run begins with.
 
     Returns:
-        A function that waits for the thread, but at most READ_S, because a disk may be lost.
+        A function that waits for the thread, at most READ_TIMEOUT_S: a disk may be lost.
     """
     pool = ThreadPoolExecutor(1, "code")
     reading = pool.submit(lambda: read_code(_by_name(loaded_files(roots))))
@@ -112,9 +112,9 @@ def start_reading(roots: Iterable[Path]) -> Callable[[], Code]:
 
     def wait() -> Code:
         try:
-            return reading.result(READ_S)
+            return reading.result(READ_TIMEOUT_S)
         except TimeoutError:
-            lost = f"unknown: reading the code takes more than {READ_S:g} s"
+            lost = f"unknown: reading the code takes more than {READ_TIMEOUT_S:g} s"
             package = {"sha256": "unknown", "commit": None}
             return Code({"files": {}, "package": package, "commits": {}, "patch": lost}, b"")
 
@@ -322,14 +322,14 @@ def read_checkout(root: Path, called: str) -> Checkout:
         OSError, SubprocessError: As `git`, which may refuse the checkout of another user. There
             may also be no commit yet.
     """
-    deadline = time.monotonic() + GIT_S
+    deadline = time.monotonic() + GIT_TIMEOUT_S
     commit = git(root, deadline, "rev-parse", "--verify", "HEAD^{commit}").decode().strip()
     if not commit:
         raise subprocess.SubprocessError(f"{root} has no commit")
     try:
         patch = git(root, deadline, *no_filters(root, deadline), *DIFF)
     except subprocess.TimeoutExpired:
-        return Checkout(commit, lost=f"git took more than {GIT_S:g} s, not kept")
+        return Checkout(commit, lost=f"git took more than {GIT_TIMEOUT_S:g} s, not kept")
     if not patch:
         return Checkout(commit)
     if len(patch) > MAX_PATCH_BYTES:

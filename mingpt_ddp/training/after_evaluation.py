@@ -94,11 +94,11 @@ class Validation:
             is_last: this is the last step, after which there is nothing to prune.
         """
         state = self.state
-        judge = self.observers.judge
-        if judge is None or state.best_val_loss is None or state.val_step != state.step:
+        pruner = self.observers.pruner
+        if pruner is None or state.best_val_loss is None or state.val_step != state.step:
             return None
         group = self.run.runtime.group
-        reason = group.run_on_rank_zero(lambda: judge(state.step, state.val_metrics))
+        reason = group.run_on_rank_zero(lambda: pruner(state.step, state.val_metrics))
         if is_last or reason is None:
             return None
         log.info("pruned at step %d: %s", state.step, reason)

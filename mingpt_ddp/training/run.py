@@ -6,7 +6,7 @@ import logging
 from mingpt_ddp.config.builders import code_roots
 from mingpt_ddp.config.job import Job, RunStatus
 from mingpt_ddp.data.dataloader import plan_batches
-from mingpt_ddp.distributed.launch.channels import Judge
+from mingpt_ddp.distributed.launch.channels import PrunerCallback
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.metrics.profiling import snapshot_when_out_of_memory
@@ -42,14 +42,14 @@ def train_run(
     runtime: Runtime,
     signals: SignalHandler | None = None,
     started_at: float | None = None,
-    judge: Judge | None = None,
+    pruner: PrunerCallback | None = None,
 ) -> dict[str, float] | None:
     """Train to the limits of a job, from the newest snapshot if there is one.
 
     Args:
         signals: handler of those that may end the run early; None: no handler.
         started_at: time.monotonic() when this attempt began; None: when the process did.
-        judge: of the evaluations of a job of a sweep, on rank zero; None: nothing judges them.
+        pruner: Called on rank zero after each evaluation; may end the job. None: no search.
 
     Returns:
         The metrics of the last evaluation of the validation split, by name; None if a signal ended
@@ -69,7 +69,7 @@ def train_run(
         times.done("model and snapshot")
         record_start(run, history, job, code)
         hooks = Hooks(runtime.group)
-        observers = Observers(hooks, open_trackers(run), judge, signals or SignalHandler())
+        observers = Observers(hooks, open_trackers(run), pruner, signals or SignalHandler())
         if run.is_complete:
             outcome = evaluate_complete(run, evaluator)
         else:

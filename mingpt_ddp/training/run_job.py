@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mingpt_ddp.config.job import Job, Outcome, Reporter, RunStatus, run_name
 from mingpt_ddp.distributed.device.machine import threads_per_worker
-from mingpt_ddp.distributed.launch.channels import Judge
+from mingpt_ddp.distributed.launch.channels import PrunerCallback
 from mingpt_ddp.distributed.launch.launcher import Ended, Launch, run_workers
 from mingpt_ddp.distributed.launch.slots import Slot
 from mingpt_ddp.distributed.launch.workers import SignalForwarder
@@ -52,7 +52,7 @@ class Records(ABC):
         """
 
     @abstractmethod
-    def judge_of(self, job: Job) -> Judge | None:
+    def pruner_callback(self, job: Job) -> PrunerCallback | None:
         """Return the pruner callback for the evaluations of a job, or None."""
 
     @abstractmethod
@@ -67,12 +67,12 @@ class Records(ABC):
 class SingleRun(Records):
     """The records of a single run, or of a worker whose parent runs the sweep: none are kept."""
 
-    def __init__(self, judge: Judge | None = None) -> None:
+    def __init__(self, pruner: PrunerCallback | None = None) -> None:
         """
         Args:
-            judge: The pruner callback of a worker, which asks the process that runs the sweep.
+            pruner: The pruner callback of a worker, which asks the process that runs the sweep.
         """
-        self._judge = judge
+        self._pruner = pruner
 
     def look_up(self, job: Job) -> Known:
         return Known(run_name(job.config))
@@ -81,8 +81,8 @@ class SingleRun(Records):
         loss = read_result(job.directory).get("val_loss")
         return math.nan if loss is None else float(loss)
 
-    def judge_of(self, job: Job) -> Judge | None:
-        return self._judge
+    def pruner_callback(self, job: Job) -> PrunerCallback | None:
+        return self._pruner
 
     def threads(self, workers: int, default: int) -> int | None:
         return None
@@ -109,7 +109,7 @@ def run_job(job: Job, env: DistEnv, records: Records, started_at: float) -> Outc
 
 def outcome_of(error: Exception, exits: ProcessExit, job: Job) -> Outcome:
     """Report an error to the other ranks, and return how the job has ended."""
-    outcome = exits.outcome_of(error, in_sweep=job.trial is not None)
+    outcome = exits.outcome_of(error, in_sweep=job.place is not None)
     if outcome.error is not None:
         # Its traceback would keep the model in memory.
         outcome.error.__context__ = outcome.error.__cause__ = None
@@ -137,10 +137,12 @@ def name_job(job: Job, env: DistEnv, records: Records) -> Job | Outcome:
 def _known_outcome(job: Job, known: Known) -> Outcome | None:
     """Return the outcome of a job that has ended before, else None."""
     if known.value is not None:
-        return Outcome(RunStatus.COMPLETE, job.directory, known.value, was_known=True)
+        return Outcome(
+            RunStatus.COMPLETE, directory=job.directory, value=known.value, was_known=True
+        )
     if known.failure is not None:
         error = JobError(f"it has failed before: {known.failure}")
-        return Outcome(RunStatus.FAILED, job.directory, error=error, was_known=True)
+        return Outcome(RunStatus.FAILED, directory=job.directory, error=error, was_known=True)
     return None
 
 
@@ -161,7 +163,7 @@ async def run_on_workers(
     workers = job.config.ddp.ranks_here
     default = threads_per_worker(workers, len(slot.cores) if slot else None)
     threads = records.threads(workers, default)
-    launch = Launch(job, records.judge_of(job), slot, threads)
+    launch = Launch(job, records.pruner_callback(job), slot, threads)
     ended = await run_workers(launch, env, started_at, forwarder)
     return _outcome_on_workers(job, ended, records)
 
@@ -173,13 +175,21 @@ def _outcome_on_workers(job: Job, ended: Ended, records: Records) -> Outcome:
         error = ended.error or JobError(f"its workers exited with code {ended.code}")
         # Workers have printed their own error. If they died without one, a sweep says which job it
         # was; a single run has said everything already.
-        reporter = Reporter.NOBODY if ended.error or job.trial is None else Reporter.ONE_RANK
-        return Outcome(RunStatus.FAILED, directory, None, error, ended.code, reporter)
+        reporter = Reporter.NOBODY if ended.error or job.place is None else Reporter.ONE_RANK
+        return Outcome(
+            RunStatus.FAILED,
+            directory=directory,
+            error=error,
+            exit_code=ended.code,
+            reporter=reporter,
+        )
     status = read_result(directory).get("status")
     if ended.code != 0 or status not in (RunStatus.COMPLETE, RunStatus.PRUNED):
-        return Outcome(RunStatus.PREEMPTED, directory, exit_code=ended.code, signalled=True)
+        return Outcome(
+            RunStatus.PREEMPTED, directory=directory, exit_code=ended.code, signalled=True
+        )
     value = records.value_of(job)
-    return Outcome(RunStatus(status), directory, value, signalled=ended.signalled)
+    return Outcome(RunStatus(status), directory=directory, value=value, signalled=ended.signalled)
 
 
 def _run_here(job: Job, env: DistEnv, records: Records, started_at: float) -> Outcome:
@@ -215,23 +225,25 @@ def _train(
     if outcome is not None:
         runtime.close()
         return outcome
-    if job.trial is not None and env.world_size == 1 and not runtime.strategy.is_canonical:
+    if job.place is not None and env.world_size == 1 and not runtime.strategy.is_canonical:
         _use_threads(records)
     from mingpt_ddp.training.run import train_run
 
-    metrics = train_run(job, runtime, signals, started_at, records.judge_of(job))
+    metrics = train_run(job, runtime, signals, started_at, records.pruner_callback(job))
     ended = None
     if metrics is not None:
         ended = group.run_on_rank_zero(lambda: (_status(job), records.value_of(job)))
     # The signal may have come too late to stop this job.
     signalled = any(group.all_gather(signals.signal_name is not None))
     runtime.close()
-    if job.trial is not None:
+    if job.place is not None:
         runtime.free_memory()
     code = job.config.ddp.preempted_exit_code if signalled else 0
     status, value = ended or (RunStatus.PREEMPTED, None)
     directory = job.directory
-    return Outcome(RunStatus(status), directory, value, exit_code=code, signalled=signalled)
+    return Outcome(
+        RunStatus(status), directory=directory, value=value, exit_code=code, signalled=signalled
+    )
 
 
 def _status(job: Job) -> str:

@@ -202,7 +202,7 @@ def test_code_of_the_user_is_named_again(tmp_path):
     settings = [word for word in SETTINGS if not word.startswith("model")]
     succeed([*python_main(), *preset, *settings, "run.name=run"], tmp_path)
     code, line = replay(tmp_path, "steps=5")
-    assert "model.architecture=lstm is in code of yours; type its preset" in line
+    assert "model.architecture=lstm needs your own code; type its preset" in line
     assert code == 2
     code, line = replay(tmp_path, "steps=5", f"words={shlex.join(preset)}")
     assert line.startswith("confirmed: steps 16 to 20")

@@ -1,4 +1,4 @@
-"""Judge the cases that tests/fuzz/worker.py runs.
+"""PrunerCallback the cases that tests/fuzz/worker.py runs.
 
 python tests/fuzz/driver.py SEED NUMBER      # make the directory of one case, and print its command
 """

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from mingpt_ddp.cli.arguments import run_command
 from mingpt_ddp.config.builders import attribute_errors_to_user_code, run_file
 from mingpt_ddp.config.config import DEFAULT_CHOICE, Config, from_mapping
-from mingpt_ddp.config.recorded import as_read_then, without_unknown
+from mingpt_ddp.config.recorded import with_data_format, without_unknown
 from mingpt_ddp.config.user_code import is_user_defined
 from mingpt_ddp.config.validation import NotRegisteredError, check
 from mingpt_ddp.errors import ConfigError, DataError, SnapshotError
@@ -175,7 +175,7 @@ def _run_config(config: EvaluateConfig, url: str, state: Any, first: Any = None)
                     "text: data.path=..."
                 )
         if config.data_path is None:
-            values = as_read_then(values)
+            values = with_data_format(values)
         data = values["data"]
         given: dict[str, Any] = {"cache_dir": None, "num_workers": 0}  # for this machine
         if config.data_path is not None:

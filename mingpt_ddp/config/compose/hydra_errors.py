@@ -64,7 +64,9 @@ def _explain_unknown_preset(group: str, name: str, text: str) -> str | None:
         return f"{preset} is not installed; pip install 'mingpt_ddp[{PLUGINS[preset]}]'"
     options = text.partition("Config search path")[0]
     known = ", ".join(re.findall(r"^\t(\S+)$", options, re.MULTILINE))
-    return known and (
+    if not known:
+        return None
+    return (
         f"Could not find '{preset}'; choose one of {known}, or add --config-dir=DIR for a preset "
         "of your own"
     )

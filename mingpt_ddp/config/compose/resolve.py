@@ -34,7 +34,7 @@ def resolve(cfg: DictConfig, swept: Collection[str] | None = None) -> Job:
         swept = values.keys() - set(hydra.job.config.override_dirname.exclude_keys)
     swept_values = {key: value for key, value in values.items() if key in swept}
     job = job.with_run(name=job_name(job.config, swept_values))
-    return replace(job, trial=SweepPlace.of(int(hydra.job.num), swept_values))
+    return replace(job, place=SweepPlace.of(int(hydra.job.num), swept_values))
 
 
 def compose_job(

@@ -19,7 +19,7 @@ from mingpt_ddp.storage.lines import MAX_LINE_BYTES
 
 # A pruner callback. It gets the step and the metrics of an evaluation by name, and returns the
 # reason to end the run, or None to go on.
-Judge: TypeAlias = Callable[[int, Mapping[str, float]], str | None]
+PrunerCallback: TypeAlias = Callable[[int, Mapping[str, float]], str | None]
 MAX_MESSAGE_BYTES = MAX_LINE_BYTES  # size limit of a message with the metrics of an evaluation
 # A write to a pipe is atomic up to PIPE_BUF bytes, so messages of different workers do not mix.
 MAX_OUTCOME_BYTES = select.PIPE_BUF - 64
@@ -32,7 +32,7 @@ class WorkerEnds:
     reports: Connection | None  # None on all ranks but zero
     outcomes: Connection
     has_console: bool  # True if the worker writes to the launcher's console
-    is_judged: bool  # True if the launcher has a pruner callback for evaluations
+    has_pruner: bool  # True if the launcher has a pruner callback for evaluations
 
     def open(self) -> None:
         """Silence a worker without a console."""
@@ -43,7 +43,7 @@ class WorkerEnds:
                 # Replace the stream too: the old one may have a position in a file.
                 setattr(sys, name, os.fdopen(descriptor, "w", closefd=False))
 
-    def judge(self, step: int, metrics: Mapping[str, float]) -> str | None:
+    def ask_pruner(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """Ask the pruner callback of the launcher. Called on rank zero."""
         assert self.reports is not None
         self.reports.send_bytes(json.dumps([step, {**metrics}]).encode())
@@ -61,13 +61,13 @@ class WorkerEnds:
 class Channels:
     """The launcher's ends of the channels to the workers of one attempt."""
 
-    def __init__(self, report: Judge | None, has_console: bool) -> None:
+    def __init__(self, pruner: PrunerCallback | None, has_console: bool) -> None:
         """
         Args:
-            report: The pruner callback, called with each evaluation. None without a pruner.
+            pruner: Called with each evaluation. None outside of a search.
             has_console: True if the workers write to the console of this process.
         """
-        self._report = report
+        self._pruner = pruner
         self._has_console = has_console
         self._reports, self._worker_reports = multiprocessing.Pipe()
         self._outcomes, self._worker_outcomes = multiprocessing.Pipe(duplex=False)
@@ -83,10 +83,10 @@ class Channels:
     def for_worker(self, index: int) -> WorkerEnds:
         """Return the ends of the worker with this local rank."""
         return WorkerEnds(
-            self._worker_reports if self._report and index == 0 else None,
+            self._worker_reports if self._pruner and index == 0 else None,
             self._worker_outcomes,
             self._has_console,
-            self._report is not None,
+            self._pruner is not None,
         )
 
     def _close_worker_ends(self) -> None:
@@ -130,7 +130,7 @@ class Channels:
 
     async def _answer(self) -> None:
         """Send the reply of the pruner callback to each report, until the worker has exited."""
-        if self._report is None:
+        if self._pruner is None:
             return
         while True:
             await readable([self._reports.fileno()])
@@ -138,7 +138,7 @@ class Channels:
                 step, metrics = json.loads(self._reports.recv_bytes(MAX_MESSAGE_BYTES))
             except (EOFError, ConnectionError):  # the worker has exited
                 return
-            reason = self._report(step, metrics)
+            reason = self._pruner(step, metrics)
             with contextlib.suppress(ConnectionError):
                 self._reports.send_bytes(json.dumps(reason).encode())
 

@@ -18,7 +18,7 @@ from typing import Any
 from mingpt_ddp.config.job import Job, RunStatus
 from mingpt_ddp.config.keys.schema import DDPConfig
 from mingpt_ddp.distributed.device.machine import canonical_threads
-from mingpt_ddp.distributed.launch.channels import Channels, Judge
+from mingpt_ddp.distributed.launch.channels import Channels, PrunerCallback
 from mingpt_ddp.distributed.launch.fork_server import server_pid, start_server, stop_server
 from mingpt_ddp.distributed.launch.local_store import LocalStore
 from mingpt_ddp.distributed.launch.process_watch import ProcessWatch
@@ -50,7 +50,7 @@ class Launch:
     """A job to train on local workers."""
 
     job: Job
-    report: Judge | None = None  # called with each evaluation; None if the run reports none
+    pruner: PrunerCallback | None = None  # called with each evaluation; None outside of a search
     slot: Slot | None = None  # slot of a concurrent job; None for the whole machine and the console
     threads: int | None = None  # threads of each worker; None for an equal share of the cores
 
@@ -181,7 +181,7 @@ class _WorkerGroup:
         grace_s = config.snapshot.grace_seconds + EXIT_MARGIN_S
         failed = ""
         watch = ProcessWatch(self.forwarder, config.ddp.timeout_s, grace_s)
-        with watch, Channels(self.launch.report, self.launch.slot is None) as channels:
+        with watch, Channels(self.launch.pruner, self.launch.slot is None) as channels:
             try:
                 watch.workers = self._workers(channels, started_at)
                 with self.forwarder.started(watch.workers):
@@ -230,7 +230,7 @@ class _WorkerGroup:
         if launch.slot:
             shared.update(launch.slot.environ())
         parent = (ddp.launcher == "forkserver" and server_pid()) or os.getpid()
-        job = replace(launch.job, trial=None).to_json()
+        job = replace(launch.job, place=None).to_json()
         workers = []
         for index in range(n):
             environ = {**shared, **worker_environ(first, index, n)}

@@ -30,7 +30,7 @@ class JobRecords(Records):
     def value_of(self, job: Job) -> float:
         return objective_named(job.config.sweep.metric).value(read_result(job.directory))
 
-    def judge_of(self, job: Job) -> None:
+    def pruner_callback(self, job: Job) -> None:
         return None
 
     def threads(self, workers: int, default: int) -> None:

@@ -71,7 +71,7 @@ class Scheduler:
 
     async def _run_job(self, number: int, slot: Slot) -> None:
         """Run a job. Run it again if it fails and retries are left."""
-        trial = self._source.trial(number)
+        place = self._source.place(number)
         for _ in self._sweep.attempts(number):
             started_at = time.monotonic()
             outcome = await self._attempt(number, slot)
@@ -84,7 +84,7 @@ class Scheduler:
                     self._sweep.stopped = outcome
                 log.info("job %d: interrupted after %.0f s", number + 1, seconds)
                 return
-            outcome = self._sweep.record(trial, replace(outcome, signalled=False))
+            outcome = self._sweep.record(place, replace(outcome, signalled=False))
             self._line.update()
             if not outcome.has_failed and not outcome.was_known:
                 title = objective_named(self._sweep.settings.metric).title

@@ -34,7 +34,7 @@ class Source:
     swept: frozenset[str]  # keys that differ from job to job
     study: "Study | None"  # None for a grid, and on all ranks but rank zero
 
-    def trial(self, number: int, words: list[str] | None = None) -> SweepPlace:
+    def place(self, number: int, words: list[str] | None = None) -> SweepPlace:
         """Return the place of a job in the sweep.
 
         Args:

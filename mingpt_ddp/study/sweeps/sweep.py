@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.job import Job, Outcome, Reporter, RunStatus, SweepPlace
 from mingpt_ddp.config.keys.schema import SweepConfig
-from mingpt_ddp.distributed.launch.channels import Judge
+from mingpt_ddp.distributed.launch.channels import PrunerCallback
 from mingpt_ddp.distributed.launch.slots import Slot
 from mingpt_ddp.errors import JobError, OutputError, RunError, counted
 from mingpt_ddp.process.env import DistEnv
@@ -117,9 +117,9 @@ class Sweep(Records):
             return True
         if not self.study.has_failed(number):
             return False
-        trial = source.trial(number)
-        self.failed[number] = trial.label
-        log.info("%s has failed before: %s", trial.label, self._reason(trial.label, ""))
+        place = source.place(number)
+        self.failed[number] = place.label
+        log.info("%s has failed before: %s", place.label, self._reason(place.label, ""))
         return True
 
     def attempts(self, number: int) -> Iterator[None]:
@@ -140,14 +140,14 @@ class Sweep(Records):
 
     def look_up(self, job: Job) -> Known:
         """Return what is known of a job. If it has no earlier result, log that it starts."""
-        assert job.trial is not None
+        assert job.place is not None
         number = job.number
         known = self.job_records.look_up(job)
         if self.study is not None and self.study.has_failed(number):
-            known = known._replace(failure=self._reason(job.trial.label, PurePath(known.name).name))
+            known = known._replace(failure=self._reason(job.place.label, PurePath(known.name).name))
         if known.value is None and known.failure is None:
             total = f" of {self.planned}" if self.planned else ""
-            log.info("job %d%s: %s", number + 1, total, job.trial.label)
+            log.info("job %d%s: %s", number + 1, total, job.place.label)
         return known
 
     def value_of(self, job: Job) -> float:
@@ -162,18 +162,18 @@ class Sweep(Records):
             return None
         return self.file.threads(workers, default)
 
-    def judge_of(self, job: Job) -> Judge | None:
+    def pruner_callback(self, job: Job) -> PrunerCallback | None:
         """Return the pruner callback of a job, or None outside of a search."""
         if self.source is None or not self.settings.is_search:
             return None
-        return partial(self._judge, job.number)
+        return partial(self._ask_pruner, job.number)
 
-    def _judge(self, number: int, step: int, metrics: Mapping[str, float]) -> str | None:
+    def _ask_pruner(self, number: int, step: int, metrics: Mapping[str, float]) -> str | None:
         assert self.study is not None  # on rank zero
         name = objective_named(self.settings.metric).series.removeprefix("val_")
         return self.study.report(number, step, metrics[name]) if name in metrics else None
 
-    def record(self, trial: SweepPlace, outcome: Outcome) -> Outcome:
+    def record(self, place: SweepPlace, outcome: Outcome) -> Outcome:
         """Record how a job has ended. Set `stopped` if no other job may start.
 
         Returns:
@@ -181,66 +181,66 @@ class Sweep(Records):
             the study cannot be written.
         """
         try:
-            self._record(trial, outcome)
+            self._record(place, outcome)
         except RunError as error:
             outcome = failed(error)
-            self._record(trial, outcome)
+            self._record(place, outcome)
         return outcome
 
-    def _record(self, trial: SweepPlace, outcome: Outcome) -> None:
+    def _record(self, place: SweepPlace, outcome: Outcome) -> None:
         if outcome.has_failed:
-            self._record_failed(trial, outcome)
+            self._record_failed(place, outcome)
         elif outcome.status is not RunStatus.PREEMPTED and outcome.directory is not None:
             if outcome.was_known:
                 self.n_done_before += outcome.directory not in self.done.values()
                 title = objective_named(self.settings.metric).title
                 log.info("%s: already complete, %s %.4f", outcome.directory, title, outcome.value)
-            self.record_done(trial, outcome.directory)
+            self.record_done(place, outcome.directory)
         must_stop = outcome.signalled or outcome.status is RunStatus.PREEMPTED
         if outcome.ends_process or (must_stop and not self.is_over):
             self.stopped = outcome
 
-    def record_done(self, trial: SweepPlace, directory: Path) -> None:
+    def record_done(self, place: SweepPlace, directory: Path) -> None:
         """Record a complete or pruned job.
 
         Raises:
             RunError: The result lacks the objective of the search, or the study cannot be written.
         """
-        self.env.call_on_rank_zero(lambda: self._keep_done(trial, directory))
-        self.failed.pop(trial.number, None)
-        self.done[trial.number] = directory
+        self.env.call_on_rank_zero(lambda: self._keep_done(place, directory))
+        self.failed.pop(place.number, None)
+        self.done[place.number] = directory
 
-    def _keep_done(self, trial: SweepPlace, directory: Path) -> None:
-        self.file.succeed(trial.label, directory.name)
+    def _keep_done(self, place: SweepPlace, directory: Path) -> None:
+        self.file.succeed(place.label, directory.name)
         if self.study is not None:
-            self.study.end(trial.number, directory)
+            self.study.end(place.number, directory)
 
-    def _record_failed(self, trial: SweepPlace, outcome: Outcome) -> None:
-        self.failed[trial.number] = trial.label
+    def _record_failed(self, place: SweepPlace, outcome: Outcome) -> None:
+        self.failed[place.number] = place.label
         if outcome.ends_process:  # its error is the last line of this process
             return
         if outcome.was_known:
-            log.info("%s: %s", trial.label, outcome.error)
+            log.info("%s: %s", place.label, outcome.error)
             return
         if outcome.exit_code == FAILURE:
-            self.crashed.add(trial.number)
+            self.crashed.add(place.number)
         else:  # the last attempt counts
-            self.crashed.discard(trial.number)
-        self.env.call_on_rank_zero(lambda: self._keep_failed(trial, outcome))
+            self.crashed.discard(place.number)
+        self.env.call_on_rank_zero(lambda: self._keep_failed(place, outcome))
 
-    def _keep_failed(self, trial: SweepPlace, outcome: Outcome) -> None:
+    def _keep_failed(self, place: SweepPlace, outcome: Outcome) -> None:
         message = str(outcome.error)
         if self.slots:  # concurrent jobs write to the same console
-            log.error("job %d: %s", trial.number + 1, message)
+            log.error("job %d: %s", place.number + 1, message)
         elif outcome.reporter is not Reporter.NOBODY:
             log.error("%s", message)
         if self.source is None:
             return
         directory = outcome.directory.name if outcome.directory else ""
-        self.file.fail(trial.label, directory, message)
-        failure = self.file.failure_of(trial.label, directory)
+        self.file.fail(place.label, directory, message)
+        failure = self.file.failure_of(place.label, directory)
         if self.study is not None and failure and failure.count > self.settings.retries:
-            self.study.fail(trial.number)
+            self.study.fail(place.number)
 
     def finish(self) -> Outcome:
         """Print the table and write the page, on rank zero. Return the outcome of the sweep."""

@@ -133,41 +133,52 @@ def _run_in_turn(
         run: `run_job`, or `run_script` with the same parameters.
         launcher_of: Returns Hydra's launcher for a task.
     """
-    trial = SweepPlace(0, "")  # place of the running job
-    outcome = Outcome(RunStatus.COMPLETE)
-
-    def task(cfg: DictConfig) -> float:
-        nonlocal outcome
-        outcome = sweep.record(trial, _run_one(sweep, source, run, cfg))
-        if not outcome.ends_process:
-            logs.close()
-        if outcome.value is None:
-            raise JobError(f"{trial.label} failed")
-        return outcome.value
-
+    task = _LaunchedJob(sweep, source, run)
     launcher = launcher_of(task)
     for number in sweep.jobs_left(source):
         words = source.overrides(number)
-        trial = source.trial(number, words)
+        task.place = source.place(number, words)
         for _ in sweep.attempts(number):
             launcher.launch([words], initial_job_idx=number)
-            if not outcome.ends_process:
+            if not task.outcome.ends_process:
                 logs.to_console(sweep.env)
-            if sweep.stopped is not None or not outcome.has_failed:
+            if sweep.stopped is not None or not task.outcome.has_failed:
                 break
 
 
-def _run_one(sweep: Sweep, source: Source, run: Callable[..., Outcome], cfg: DictConfig) -> Outcome:
-    """Run the job that Hydra has composed."""
-    started_at = time.monotonic()
-    logs.to_console(sweep.env)
-    exits = ProcessExit()
-    SignalHandler(exits).install()
-    try:
-        job = _checked(resolve(cfg, source.swept))
-        return run(job, sweep.env, sweep, started_at)
-    except Exception as error:  # Hydra's launcher would keep it
-        return exits.outcome_of(error, in_sweep=True)
+class _LaunchedJob:
+    """The task that Hydra's launcher calls. Its last outcome tells what the launcher hides."""
+
+    def __init__(self, sweep: Sweep, source: Source, run: Callable[..., Outcome]) -> None:
+        self.sweep = sweep
+        self.source = source
+        self.run = run
+        self.place = SweepPlace(0, "")  # of the next job
+        self.outcome = Outcome(RunStatus.COMPLETE)  # of the last job
+
+    def __call__(self, cfg: DictConfig) -> float:
+        """Run the job that Hydra has composed, and record its outcome.
+
+        Raises:
+            JobError: The job has failed.
+        """
+        self.outcome = self.sweep.record(self.place, self._run(cfg))
+        if not self.outcome.ends_process:
+            logs.close()
+        if self.outcome.value is None:
+            raise JobError(f"{self.place.label} failed")
+        return self.outcome.value
+
+    def _run(self, cfg: DictConfig) -> Outcome:
+        started_at = time.monotonic()
+        logs.to_console(self.sweep.env)
+        exits = ProcessExit()
+        SignalHandler(exits).install()
+        try:
+            job = _checked(resolve(cfg, self.source.swept))
+            return self.run(job, self.sweep.env, self.sweep, started_at)
+        except Exception as error:  # Hydra's launcher would keep it
+            return exits.outcome_of(error, in_sweep=True)
 
 
 def _run_grid(sweep: Sweep, source: Source, launcher: Launcher) -> None:
@@ -192,12 +203,12 @@ def _run_batches(
         for number, returned in zip(numbers, results, strict=True):
             job = compose(number)
             directory = job.with_run(name=existing_name(job)).directory
-            trial: SweepPlace = source.trial(number)
+            place = source.place(number)
             if returned.status is JobStatus.COMPLETED and read_result(directory):
-                sweep.record_done(trial, directory)
+                sweep.record_done(place, directory)
             else:
                 error = RunError(_reason(returned))
-                sweep.record(trial, failed(error, FAILURE))
+                sweep.record(place, failed(error, FAILURE))
 
 
 def _reason(returned: object) -> str:

@@ -31,7 +31,7 @@ from mingpt_ddp.storage.lock import acquire_lock
 from mingpt_ddp.study.results.formats import cut
 from mingpt_ddp.study.versions import version_job
 
-GIT_S = 600.0  # time limit for git to write the files of a commit
+GIT_TIMEOUT_S = 600.0  # time limit for git to write the files of a commit
 BRANCHES = ("for-each-ref", "--count=20", "--format=%(refname:short)", "refs/heads")
 PRESETS = FLAGS_WITH_VALUE[:4]  # flags whose value is a directory of presets
 
@@ -137,7 +137,7 @@ def find_commit(name: str) -> str:
     root = root_of(Path.cwd())
     why = ""
     if root:
-        ask_git = functools.partial(git, root, time.monotonic() + GIT_S)
+        ask_git = functools.partial(git, root, time.monotonic() + GIT_TIMEOUT_S)
         words = ("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
         try:
             if commit := ask_git(*words).decode().strip():
@@ -148,7 +148,9 @@ def find_commit(name: str) -> str:
             branches = ask_git(*BRANCHES).decode().split()
             why = f"; there are {', '.join(['HEAD', *branches])}"
     where = root or "a checkout here"
-    check(os.path.isdir(name), f"{name} is no commit or branch of {where}, and no directory{why}")
+    check(
+        os.path.isdir(name), f"{name} is neither a commit or branch of {where} nor a directory{why}"
+    )
     return ""
 
 
@@ -193,14 +195,14 @@ def _worktree(root: Path, commit: str) -> Path:
     """Return a directory with the files of a commit, in the user's cache; reuse it if unchanged."""
     cache = user_cache() / "versions"
     directory = cache / commit
-    with acquire_lock(cache, GIT_S, what="the cache directory", key="XDG_CACHE_HOME"):
+    with acquire_lock(cache, GIT_TIMEOUT_S, what="the cache directory", key="XDG_CACHE_HOME"):
         try:
             if read_checkout(directory, commit).commit == commit:
                 return directory
         except (OSError, subprocess.SubprocessError):
             pass  # there is none yet, or its checkout is gone
         shutil.rmtree(directory, ignore_errors=True)
-        deadline = time.monotonic() + GIT_S
+        deadline = time.monotonic() + GIT_TIMEOUT_S
         # Force twice, because a killed git may leave a lock on a worktree that does not exist.
         words = ("worktree", "add", "--force", "--force", "--detach", str(directory), commit)
         try:

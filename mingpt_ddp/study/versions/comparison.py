@@ -74,21 +74,21 @@ def compare_versions(
     commits = [find_commit(name) for name in names]
     versions = [find_version(*each, words) for each in zip(names, commits, strict=True)]
     root, name, configs = _compose(versions)
-    trials: dict[str, list[VersionRun]] = {}
+    jobs: dict[str, list[VersionRun]] = {}
     for number, (version, config) in enumerate(zip(versions, configs, strict=True), 1):
         label = version.name if names.count(version.name) == 1 else f"{number}: {version.name}"
-        trials[label] = []
+        jobs[label] = []
         for seed in seeds:
             directory = (
                 root / name / f"{number}-{NOT_IN_NAMES.sub('_', version.name)},run.seed={seed}"
             )
             run_words = [f"run.seed={seed}", f"run.root={hydra_value(str(root))}"]
             run_words.append(f'run.name="{name}/{directory.name}"')
-            trials[label].append(VersionRun(version, run_words, directory, config))
+            jobs[label].append(VersionRun(version, run_words, directory, config))
     with _lock(root / name):
-        _train([*zip(*trials.values(), strict=True)])
-        verdicts, document, text = version_verdict(_settings(trials), _digests(trials))
-    recorded = {label: each[0].code for label, each in trials.items()}
+        _train([*zip(*jobs.values(), strict=True)])
+        verdicts, document, text = version_verdict(_settings(jobs), _digests(jobs))
+    recorded = {label: each[0].code for label, each in jobs.items()}
     runs = str(root / name)
     record(root, {"runs": [runs], "versions": recorded, "overrides": words, **document})
     text = f"{text}\nthe runs are in {runs}"
@@ -156,30 +156,30 @@ def _train(rounds: list[tuple[VersionRun, ...]]) -> None:
             has now, or on another text than earlier jobs of its version.
     """
     order = list[VersionRun]()
-    for number, trials in enumerate(rounds):
-        order += trials[:: -1 if number % 2 else 1]
+    for number, jobs in enumerate(rounds):
+        order += jobs[:: -1 if number % 2 else 1]
     texts = dict[str, Any]()  # recorded SHA-256 of the text, by directory of the version
-    for number, trial in enumerate(order, 1):
-        if trial.result.get("status") != RunStatus.COMPLETE:
-            what = f"{trial.version.name}, {trial.words[0]}"
-            trial.version.check_unchanged()
+    for number, job in enumerate(order, 1):
+        if job.result.get("status") != RunStatus.COMPLETE:
+            what = f"{job.version.name}, {job.words[0]}"
+            job.version.check_unchanged()
             echo_error(f"job {number} of {len(order)}: {what}")
-            trial.version.train(trial.words)
-            loss, seconds = trial.result.get("val_loss"), trial.result.get("wall_seconds")
+            job.version.train(job.words)
+            loss, seconds = job.result.get("val_loss"), job.result.get("wall_seconds")
             echo_error(f"job {number}: validation loss {loss} after {seconds} s")
-        if trial.result.get("status") != RunStatus.COMPLETE:
-            raise RunError(f"{trial.directory} is not complete; run the same command to go on")
-        _check_code(trial)
-        _check_config(trial)
-        recorded = trial.result.get("data")
-        if texts.setdefault(str(trial.version.directory), recorded) != recorded:
+        if job.result.get("status") != RunStatus.COMPLETE:
+            raise RunError(f"{job.directory} is not complete; run the same command to go on")
+        _check_code(job)
+        _check_config(job)
+        recorded = job.result.get("data")
+        if texts.setdefault(str(job.version.directory), recorded) != recorded:
             raise RunError(
-                f"{trial.directory} was trained on another text than the jobs of "
-                f"{trial.version.name} before it; run the same command again to compare on the text"
+                f"{job.directory} was trained on another text than the jobs of "
+                f"{job.version.name} before it; run the same command again to compare on the text"
             )
 
 
-def _check_code(trial: VersionRun) -> None:
+def _check_code(job: VersionRun) -> None:
     """Check that a job was trained by the code that its version has now.
 
     Files of the user outside of the version, such as a library, must not have changed either.
@@ -187,10 +187,10 @@ def _check_code(trial: VersionRun) -> None:
     Raises:
         RunError: It was trained by other code.
     """
-    code = recorded_code(trial.result)
+    code = recorded_code(job.result)
     if not code:  # trained by an earlier version of the package, which recorded no code
         return
-    version = trial.version
+    version = job.version
     own = {*version.code.record["files"].values()}
     others = {name: sha256 for name, sha256 in code["files"].items() if sha256 not in own}
     here = Path.cwd()
@@ -205,23 +205,23 @@ def _check_code(trial: VersionRun) -> None:
         version.check_unchanged()
         names = ", ".join(sorted(changed)) or "several versions of it have"
         raise RunError(
-            f"{trial.directory} was not trained by the code of {version.name} ({names:.200}): "
+            f"{job.directory} was not trained by the code of {version.name} ({names:.200}): "
             "restore that, or delete the directory and run this again"
         )
 
 
-def _check_config(trial: VersionRun) -> None:
+def _check_config(job: VersionRun) -> None:
     """Check that a job has trained with the configuration of its version, in all its starts."""
-    directory = trial.directory
+    directory = job.directory
     try:
         recorded = read_yaml(directory / ".hydra" / "config.yaml")
     except (OSError, ValueError):  # a copy may lack hidden files
         return
-    changes = difference(trial.config, recorded, WORDS_OF_A_JOB)
+    changes = difference(job.config, recorded, WORDS_OF_A_JOB)
     if changes or any(directory.glob("config.*.yaml")):
         what = "; ".join(changes) or "it has config.2.yaml"
         raise RunError(
-            f"{directory} was not trained with the configuration of {trial.version.name} ({what}): "
+            f"{directory} was not trained with the configuration of {job.version.name} ({what}): "
             "files of that have changed since; delete the directory, or compare commits"
         )
 
@@ -236,26 +236,25 @@ def _why_unmet(required: str | None, verdicts: list[Against]) -> str:
     return ""
 
 
-def _settings(trials: dict[str, list[VersionRun]]) -> list[Setting]:
+def _settings(jobs: dict[str, list[VersionRun]]) -> list[Setting]:
     """Return the jobs of each version as a setting."""
-    jobs = {}
-    for job in read_jobs([trial.directory for each in trials.values() for trial in each]):
-        jobs[job.directory] = job
+    directories = [job.directory for job in itertools.chain(*jobs.values())]
+    records = {record.directory: record for record in read_jobs(directories)}
     settings = []
-    for label, trials_of_version in trials.items():
-        replicates = [jobs[trial.directory] for trial in trials_of_version]
+    for label, jobs_of_version in jobs.items():
+        replicates = [records[job.directory] for job in jobs_of_version]
         settings.append(Setting(replicates, replicates[0].config, label))
     return settings
 
 
-def _digests(trials: dict[str, list[VersionRun]]) -> dict[Path, str]:
+def _digests(jobs: dict[str, list[VersionRun]]) -> dict[Path, str]:
     """Return the hashes of the last weights and optimizer states as JSON, by run directory."""
     from mingpt_ddp.snapshots.format import WEIGHT_KINDS
     from mingpt_ddp.snapshots.hashes import hash_snapshot
     from mingpt_ddp.snapshots.read.load import load
 
     digests = {}
-    for trial in itertools.chain(*trials.values()):
-        hashes = hash_snapshot(load(str(trial.directory), WEIGHT_KINDS))
-        digests[trial.directory] = json.dumps(hashes)
+    for job in itertools.chain(*jobs.values()):
+        hashes = hash_snapshot(load(str(job.directory), WEIGHT_KINDS))
+        digests[job.directory] = json.dumps(hashes)
     return digests

@@ -8,7 +8,7 @@ from typing import Any
 
 from mingpt_ddp.config.builders import BUILDERS, attribute_errors_to_user_code
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
-from mingpt_ddp.distributed.launch.channels import Judge
+from mingpt_ddp.distributed.launch.channels import PrunerCallback
 from mingpt_ddp.metrics.trackers.sending import Sender
 from mingpt_ddp.process.signals import SignalHandler
 
@@ -48,5 +48,5 @@ class Observers:
     hooks: Hooks
     senders: list[Sender]  # one for each tracker, on rank zero
     # Called on rank zero after each evaluation; may end the job. None outside of a search.
-    judge: Judge | None
+    pruner: PrunerCallback | None
     signals: SignalHandler

@@ -10,7 +10,7 @@ import torch
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.keys.components import DataConfig, Form
-from mingpt_ddp.config.recorded import as_read_then
+from mingpt_ddp.config.recorded import with_data_format
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
@@ -39,7 +39,7 @@ def with_recorded_format(config: Config, state: Any, typed: Container[str]) -> C
     form: Any = None
     decided = "text"  # by auto, at the first start
     with contextlib.suppress(LookupError, TypeError):  # it is damaged, and refused later
-        form = as_read_then(state["config"])["data"]["format"]
+        form = with_data_format(state["config"])["data"]["format"]
         decided = state["text"].get("format", "text")
     if form not in get_args(Form):
         form = "text"

@@ -10,7 +10,7 @@ from torch import nn
 
 from mingpt_ddp.config.config import Config, flatten
 from mingpt_ddp.config.keys.optimizer_config import OptimizerConfig
-from mingpt_ddp.config.recorded import as_read_then, with_defaults
+from mingpt_ddp.config.recorded import with_data_format, with_defaults
 from mingpt_ddp.distributed.device.device import chooses_fp32
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.jsonl import MAX_BYTES, METRICS, HistoryEnd
@@ -166,7 +166,7 @@ def log_changes(before: dict[str, Any], run: Run) -> None:
     """
     recorded = {key: keys for key, keys in before["config"].items() if isinstance(keys, dict)}
     # The settings as this version would have recorded them, with the defaults of newer keys.
-    old = flatten(with_defaults(as_read_then(recorded)))
+    old = flatten(with_defaults(with_data_format(recorded)))
     if unknown := sorted(map(str, flatten(recorded).keys() - old.keys())):
         log.info("ignored, because they are not keys any more: %s", ", ".join(unknown)[:LONGEST])
     new = flatten(run.config.to_dict())

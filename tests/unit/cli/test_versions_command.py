@@ -54,7 +54,7 @@ def call(monkeypatch, capsys):
     [
         (
             ["HEAD", "nowhere", SEEDS],
-            "nowhere is no commit or branch of {project}, and no directory; there are HEAD, mine\n",
+            "nowhere is neither a commit or branch of {project} nor a directory; there are HEAD, mine\n",
         ),
         (
             ["HEAD", ".", SEEDS, "optimizer.lr=1e-3,2e-3"],
@@ -209,7 +209,7 @@ def test_why_git_says_nothing_is_in_the_line(project, call, tmp_path, monkeypatc
     program.write_text("#!/bin/sh\nexit 128\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    what = f"config error: HEAD is no commit or branch of {project}, and no directory: "
+    what = f"config error: HEAD is neither a commit or branch of {project} nor a directory: "
     assert re.match(f"{what}.* exit status 128", call("HEAD", ".", SEEDS)[2])
     program.unlink()
     assert re.match(f"{what}.* No such file or directory: 'git'", call("HEAD", ".", SEEDS)[2])

@@ -19,7 +19,7 @@ def evaluate(ends: WorkerEnds) -> None:
     """The worker: report until a step is pruned, tell why, and end."""
     ends.open()
     for step in (1, 2, 3):
-        reason = ends.judge(step, {"loss": 1.0 / step})
+        reason = ends.ask_pruner(step, {"loss": 1.0 / step})
         if reason is not None:
             error = ConfigError(f"pruned at {step}: {reason}")
             ends.send(Outcome(RunStatus.FAILED, error=error, exit_code=3))
@@ -29,7 +29,7 @@ def evaluate(ends: WorkerEnds) -> None:
 
 def wait_for_signal(ends: WorkerEnds) -> None:
     ends.open()
-    ends.judge(1, {"loss": 1.0})
+    ends.ask_pruner(1, {"loss": 1.0})
     while True:
         signal.pause()
 
@@ -54,7 +54,7 @@ def run(target, report, n: int = 1) -> tuple[tuple[int, str], UserError | None]:
 
 def idle(ends: WorkerEnds) -> None:
     ends.open()
-    assert ends.is_judged, "every rank knows that the evaluations are judged"
+    assert ends.has_pruner, "every rank knows that the evaluations are judged"
     os._exit(0)
 
 
@@ -94,7 +94,7 @@ def test_much_output_does_not_block_a_worker():
 
 def evaluate_much(ends: WorkerEnds) -> None:
     ends.open()
-    ends.judge(1, {f"loss of a label {i:020d}": 1.0 for i in range(30_000)})
+    ends.ask_pruner(1, {f"loss of a label {i:020d}": 1.0 for i in range(30_000)})
     os._exit(0)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.config.job import Job
-from mingpt_ddp.distributed.launch.channels import Judge
+from mingpt_ddp.distributed.launch.channels import PrunerCallback
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import StorageUnavailableError, TrainingError
 from mingpt_ddp.metrics.jsonl import read_history
@@ -53,13 +53,16 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def metrics_of(
-    root: Path, *overrides: str, signals: SignalHandler | None = None, judge: Judge | None = None
+    root: Path,
+    *overrides: str,
+    signals: SignalHandler | None = None,
+    pruner: PrunerCallback | None = None,
 ) -> dict[str, float] | None:
     """Train in this process; return what train_run returns."""
     config = from_mapping(configure(*SETTINGS, f"run.root={root}", "run.name=run", *overrides))
     runtime = Runtime(config, DistEnv())
     try:
-        return train_run(Job(config), runtime, signals, judge=judge)
+        return train_run(Job(config), runtime, signals, pruner=pruner)
     finally:
         runtime.close()
 
@@ -173,12 +176,12 @@ def test_a_pruner_sees_each_evaluation_and_may_end_the_run(tmp_path):
     def never(step: int, metrics: Mapping[str, float]) -> None:
         judged.append((step, metrics["loss"]))
 
-    train(tmp_path, "trainer.max_steps=8", judge=never)
+    train(tmp_path, "trainer.max_steps=8", pruner=never)
     assert judged == series(tmp_path, "val_loss")
     assert [step for step, _ in judged] == [2, 4, 6, 8]
-    ended = train(tmp_path, judge=lambda *_: "too high")
+    ended = train(tmp_path, pruner=lambda *_: "too high")
     assert (ended["status"], ended["step"]) == ("pruned", 8)
-    last = train(tmp_path, judge=lambda step, _: "too high" if step == 12 else None)
+    last = train(tmp_path, pruner=lambda step, _: "too high" if step == 12 else None)
     assert (last["status"], last["step"]) == ("complete", 12)
 
 

@@ -15,7 +15,9 @@ from mingpt_ddp.training.run_job import run_job
 log = logging.getLogger(__name__)
 
 
-def train_for_others(job: Job, trial: SweepPlace, env: DistEnv, sweep: Sweep | None) -> float:
+def train_for_other_sweeper(
+    job: Job, place: SweepPlace, env: DistEnv, sweep: Sweep | None
+) -> float:
     """Train a job that another sweeper or an external launcher starts.
 
     Args:
@@ -27,7 +29,7 @@ def train_for_others(job: Job, trial: SweepPlace, env: DistEnv, sweep: Sweep | N
     started_at = process_start_time() if job.number == 0 else time.monotonic()
     outcome = run_job(job, env, sweep or JobRecords(), started_at)
     if sweep is not None:
-        outcome = sweep.record(trial, outcome)
+        outcome = sweep.record(place, outcome)
         if sweep.stopped is not None:
             raise EndsProcess(sweep.finish())
     elif outcome.ends_process or outcome.status is RunStatus.PREEMPTED:
@@ -36,5 +38,5 @@ def train_for_others(job: Job, trial: SweepPlace, env: DistEnv, sweep: Sweep | N
         log.error("%s", outcome.error)
     logs.to_console(env)
     if outcome.value is None:
-        raise JobError(f"{trial.label} failed")
+        raise JobError(f"{place.label} failed")
     return outcome.value
