@@ -54,7 +54,8 @@ def call(monkeypatch, capsys):
     [
         (
             ["HEAD", "nowhere", SEEDS],
-            "nowhere is neither a commit or branch of {project} nor a directory; there are HEAD, mine\n",
+            "nowhere is neither a commit or branch of {project} nor a directory; "
+            "there are HEAD, mine\n",
         ),
         (
             ["HEAD", ".", SEEDS, "optimizer.lr=1e-3,2e-3"],
