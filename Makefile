@@ -32,7 +32,7 @@ train: $(VENV)/.train  ## set up .venv, train the demo on RANKS=2 local processe
 	@echo
 	@echo 'next, after `. $(BIN)/activate`:'
 	@echo '  python sample.py outputs/demo prompt="The " max_new_tokens=500    # more text'
-	@echo '  python main.py data.path=my.txt                                   # train on your text'
+	@echo '  python main.py experiment=demo run.name=mine data.path=my.txt ddp.nproc_per_node=$(RANKS)    # the same on your text'
 	@echo '  tensorboard --logdir outputs                                      # curves of loss and speed'
 
 test: $(VENV)/.test  ## set up .venv, hold every promise once, LANES=4 files at a time; ARGS go to pytest

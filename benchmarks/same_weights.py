@@ -65,9 +65,10 @@ CLOCKS = (
     "saved_at",
     "run_id",
     "timed_seconds",
+    "block_paces",
 )
 # In state.json, of later or of earlier versions alone.
-NOT_IN_ALL = ("train_metrics", "timed_steps", "step_seconds", "failures")
+NOT_IN_ALL = ("train_metrics", "timed_steps", "step_seconds", "paced_at", "failures")
 PARTS = ("model", "optimizer", "ema", "state", "losses")
 
 

@@ -27,6 +27,7 @@ def fake_run(
     faults: int = 0,
     overrides: list[str] | None = None,
     bits_per_byte: float | None = None,
+    minutes: float | None = None,
 ) -> Path:
     """Write a run whose loss falls from 4.5 to `val_loss` in `steps` steps.
 
@@ -35,6 +36,7 @@ def fake_run(
         status: None for a run without a result.json.
         val_loss: None for a run without metrics.
         bits_per_byte: the last; None for a run that has not measured it.
+        minutes: of training, as a run with trainer.max_minutes records them.
     """
     config = {group: dict(keys) for group, keys in CONFIG.items()}
     for key, value in (values or {}).items():
@@ -68,5 +70,7 @@ def fake_run(
         result = {"status": status, "step": steps, "val_loss": val_loss, "wall_seconds": 61.5}
         if bits_per_byte is not None:
             result |= {"val_bits_per_byte": bits_per_byte, "bits_per_byte": bits_per_byte}
+        if minutes is not None:
+            result["minutes"] = minutes
         (directory / "result.json").write_text(json.dumps(result))
     return directory

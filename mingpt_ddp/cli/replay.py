@@ -206,6 +206,11 @@ def changes(recorded: RecordedRun, interval: Interval, directory: Path) -> list[
         values["run.resume"] = f"{recorded.store.url}/{directory_name(interval.base)}"
     if state["config"]["optimizer"].get("schedule_steps") is None:
         values["optimizer.schedule_steps"] = state["steps"]
+        has_minutes = state["config"]["trainer"].get("max_minutes") is not None
+        if has_minutes and state["config"]["optimizer"].get("decay_from") is None:
+            # Before the step that fixed the number of steps, the rate has not decayed.
+            paced_at = state["train_state"].get("paced_at")
+            values["optimizer.decay_from"] = paced_at or state["steps"]
     if "dataset" not in state["config"]["data"]:  # a text
         values["data.verify"] = "always"
     if state["config"]["ddp"].get("strategy") == "single":

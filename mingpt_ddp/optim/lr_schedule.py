@@ -34,7 +34,8 @@ def get_lr(step: int, config: OptimizerConfig, run_steps: int) -> float:
     """Return the learning rate of a step. Steps count from 1.
 
     After a linear warm-up, the rate decays from `lr` to `min_lr_ratio * lr` at the last step of the
-    schedule. It is constant after that. wsd is warm-up, stable, decay (Hu et al. 2024, "MiniCPM",
+    schedule. It is constant after that. The decay begins after the step `decay_from`, if that is
+    later than the warm-up. wsd is warm-up, stable, decay (Hu et al. 2024, "MiniCPM",
     arXiv:2404.06395), with a linear decay. A user's schedule replaces the warm-up too.
     """
     total = config.schedule_steps or run_steps
@@ -42,9 +43,10 @@ def get_lr(step: int, config: OptimizerConfig, run_steps: int) -> float:
         return config.lr * _user_factor(schedule, step, total, config)
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
-    if config.schedule == "constant":
+    begin = max(config.warmup_steps, config.decay_from or 0)
+    if config.schedule == "constant" or step <= begin:
         return config.lr
-    progress = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
+    progress = min(1.0, (step - begin) / max(1, total - begin))
     if config.schedule == "cosine":
         coeff = 0.5 * (1 + math.cos(math.pi * progress))
     elif config.schedule == "linear":

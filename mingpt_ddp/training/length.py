@@ -1,11 +1,15 @@
 """The number of optimizer steps of a run, which trainer.max_minutes fixes while it trains.
 
 Until then each step is timed, from the exchange of flags in one step to that in the next, without
-what the meters leave out: evaluations, samples, stalls for snapshots. The mean makes steps of the
-minutes. From then on the run is one of so many steps, however long they take.
+what the meters leave out: evaluations, samples, stalls for snapshots. After a tenth of the minutes,
+the median pace makes steps of those that are left. From then on the run has that many steps,
+however long they take. The learning rate begins to decay when the number is known.
 """
 
 import logging
+import statistics
+from dataclasses import replace
+from typing import TypeVar
 
 from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.config import LIMITS, Config
@@ -17,8 +21,13 @@ from mingpt_ddp.training.train_state import TrainState
 
 log = logging.getLogger(__name__)
 
-LEAST_STEPS = 20  # before trainer.max_minutes becomes a number of steps
-FIRST_STEPS = 2  # of a start, which are not timed: caches fill, memory is allocated
+T = TypeVar("T", bound=OptimizerConfig)
+# The pace is measured over this fraction of trainer.max_minutes, and over the whole warm-up.
+MEASURED_FRACTION = 0.1
+# The steps are timed in blocks of this fraction of trainer.max_minutes, or of one longer step.
+BLOCK_FRACTION = 0.005
+LEAST_TIMED_STEPS = 10  # before trainer.max_minutes becomes a number of steps
+FIRST_STEPS = 2  # steps of each start that are not timed: caches fill, memory is allocated
 UNKNOWN = 1 << 53  # steps: more than any run has; a float64 holds it
 
 
@@ -42,8 +51,8 @@ class RunLength:
         # the last step, if trainer.max_minutes was over before it became a number; never recorded,
         # so that more minutes are reckoned from the time of the steps
         self.over_at: int | None = None
-        if self.state.step < self.fixed_at:
-            self.over_at = self.reckon(self.state.step)
+        if self.reckon(self.state.step) == self.state.step:
+            self.over_at = self.state.step
 
     @property
     def limits(self) -> dict[str, int]:
@@ -79,14 +88,30 @@ class RunLength:
         return self.steps if self.is_fixed else None
 
     @property
-    def fixed_at(self) -> int:
-        """The step in which trainer.max_minutes becomes a number: no rate up to it needs one."""
-        if self.optimizer.schedule_steps is not None or self.optimizer.schedule == "constant":
-            return LEAST_STEPS
-        return max(LEAST_STEPS, self.optimizer.warmup_steps)
+    def block_s(self) -> float:
+        """The least seconds of a block of steps that is timed."""
+        return BLOCK_FRACTION * 60 * (self.trainer.max_minutes or 0.0)
+
+    def with_decay_from(self, optimizer: T) -> T:
+        """Return the configuration with the step from which the learning rate decays.
+
+        With trainer.max_minutes this is the step that has fixed the number of steps, because the
+        rate of no earlier step may depend on that number.
+        """
+        given = (optimizer.decay_from, optimizer.schedule_steps)
+        if self.trainer.max_minutes is None or given != (None, None):
+            return optimizer
+        if self.state.step_seconds is None:
+            return replace(optimizer, decay_from=UNKNOWN)
+        return replace(optimizer, decay_from=self.state.paced_at)
 
     @property
-    def _pace(self) -> float:
+    def minutes(self) -> float:
+        """The minutes that all steps so far have taken. The untimed ones count as the mean."""
+        return self._mean_s * self.state.step / 60
+
+    @property
+    def _mean_s(self) -> float:
         """The mean seconds of a step so far."""
         state = self.state
         steps = min(state.timed_steps, UNKNOWN)  # it may be a stranger's
@@ -97,24 +122,42 @@ class RunLength:
         return max(seconds, 1e-9) / max(1, steps)
 
     def reckon(self, step: int) -> int | None:
-        """Return the number of steps if the time so far fixes it in this step, else None."""
-        if self.is_fixed or (step < self.fixed_at and not self.state.timed_steps):
+        """Return the number of steps if the time so far fixes it in this step, else None.
+
+        If the minutes are over, this step is the last one.
+        """
+        state = self.state
+        if self.is_fixed or not (state.timed_steps or state.wall_seconds):
             return None
         assert self.trainer.max_minutes is not None
-        steps = int(60 * self.trainer.max_minutes / self._pace)
-        if step < self.fixed_at and steps > step:
+        limit_s = 60 * self.trainer.max_minutes
+        taken_s = self._mean_s * step
+        if taken_s >= limit_s:
+            return step
+        has_warmup = self.optimizer.schedule_steps is None and self.optimizer.schedule != "constant"
+        if has_warmup and step < self.optimizer.warmup_steps:
             return None
-        return min(max(steps, step), UNKNOWN)
+        if taken_s < MEASURED_FRACTION * limit_s:
+            return None
+        if 0 < state.timed_steps < LEAST_TIMED_STEPS:
+            return None
+        return min(step + int((limit_s - taken_s) / self._median_s), UNKNOWN)
+
+    @property
+    def _median_s(self) -> float:
+        """The median seconds of a step: a pause of the machine counts little."""
+        paces = self.state.block_paces
+        return max(statistics.median(paces), 1e-9) if paces else self._mean_s
 
     def fix(self, steps: int, step: int) -> None:
         """Fix the number of steps.
 
         Args:
-            steps: as `reckon` returns them in this step.
+            steps: The number that `reckon` has returned in this step.
         """
         minutes = self.trainer.max_minutes
         assert minutes is not None
-        if step < self.fixed_at:
+        if steps == step:
             self.over_at = step
             lines = [f"trainer.max_minutes={minutes:g} is over: step {step} is the last"]
             if warmup := long_warmup(self.optimizer, step):
@@ -122,16 +165,16 @@ class RunLength:
             log.warning("; ".join(lines))
             return
         self.state.step_seconds = 60 * minutes / steps
-        pace = 1e3 * self.state.step_seconds
-        log.info("trainer.max_minutes=%g is %d steps of %.4g ms from now on", minutes, steps, pace)
+        self.state.paced_at = step
+        pace = 1e3 * self._median_s
+        log.info("trainer.max_minutes=%g is %d steps: a step takes %.4g ms", minutes, steps, pace)
         if end := early_end(self.trainer, self.limits):
             log.info(end)
 
     def describe_time(self) -> str:
-        """Return the minutes that the steps have taken, of those of trainer.max_minutes."""
-        minutes = self._pace * self.state.step / 60
+        """Return the minutes that the steps have taken, beside trainer.max_minutes."""
         limit = f"trainer.max_minutes={self.trainer.max_minutes:g}"
-        return f"{self.state.step} steps took {minutes:.4g} of {limit}"
+        return f"trained {self.minutes:.3g} minutes of {limit}, in {self.state.step} steps"
 
 
 def known_length(
@@ -162,18 +205,30 @@ class StepTimer:
         """Begin again, as after a rollback."""
         self._calls = 0
         self._since = 0.0
+        self._block_since = 0.0
+        self._block_steps = 0
 
     def take(self, step: int) -> int:
         """Take the time in this step; return the number of steps that it fixes, 0 if none."""
+        state = self.length.state
+        is_fixed = self.length.is_fixed
         self._calls += 1
-        # what a GPU has queued counts where the timing begins, and where it decides
-        is_end = self._calls == FIRST_STEPS or step >= self.length.fixed_at
-        now = self.meter.clock(waits=is_end and not self.length.is_fixed)
-        if self._calls > FIRST_STEPS:
-            self.length.state.timed_seconds += now - self._since
-            self.length.state.timed_steps += 1
+        # A GPU must have done its queued work where a block of steps begins and ends.
+        now = self.meter.clock(waits=self._calls == FIRST_STEPS and not is_fixed)
+        if self._calls <= FIRST_STEPS:
+            self._since = self._block_since = now
+            return 0
+        self._block_steps += 1
+        ends_block = not is_fixed and now - self._block_since >= self.length.block_s
+        if ends_block:
+            now = self.meter.clock(waits=True)
+            state.block_paces.append((now - self._block_since) / self._block_steps)
+            self._block_since = now
+            self._block_steps = 0
+        state.timed_seconds += now - self._since
+        state.timed_steps += 1
         self._since = now
-        return self.length.reckon(step) or 0
+        return (self.length.reckon(step) or 0) if ends_block else 0
 
 
 def check_minutes(config: Config) -> None:
@@ -195,13 +250,6 @@ def check_minutes(config: Config) -> None:
     for key, may_wait in may_waits.items():
         needed = f"optimizer.{key}={getattr(optimizer, key)} needs the number of steps at once"
         check(may_wait, f"{needed}, which {given} fixes later; {advice}")
-    has_warmup = optimizer.schedule == "constant" or optimizer.warmup_steps >= LEAST_STEPS
-    check(
-        has_warmup,
-        f"{given} becomes a number of steps at the end of the warm-up, and needs "
-        f"optimizer.warmup_steps >= {LEAST_STEPS}, not {optimizer.warmup_steps}; raise it, or set "
-        "optimizer.schedule_steps",
-    )
 
 
 def long_warmup(optimizer: OptimizerConfig, steps: int) -> str | None:

@@ -69,6 +69,8 @@ def _result(run: Run, outcome: TrainingEnd) -> dict[str, Any]:
     result[task.unit] = state.step * run.loader.items_per_step
     result["parameters"] = run.trainable.parameters
     result["wall_seconds"] = state.wall_seconds
+    if run.config.trainer.max_minutes is not None:
+        result["minutes"] = run.length.minutes
     result["goodput"] = state.goodput
     result["world_size"] = state.world_size
     result["data"] = recorded_data(task.state())

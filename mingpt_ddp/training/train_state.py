@@ -30,6 +30,8 @@ class Progress:
     loss_steps: int = 0
     timed_steps: int = 0  # all but the first of each attempt
     timed_seconds: float = 0.0  # of these, without evaluations and stalls
+    # Mean seconds of a step in each timed block, until trainer.max_minutes is a number of steps.
+    block_paces: list[NonNegativeFloat] = field(default_factory=list)
     stall_seconds: float = 0.0  # of wall_seconds, lost to stalls for snapshots
     saved_at: float = 0.0  # seconds since 1970, when the snapshot was taken
     loss_ema: float | None = None  # exponential moving average, to detect loss spikes
@@ -52,6 +54,7 @@ class TrainState(Progress):
     run_id: str = ""  # random, of rank zero: the run in trackers, over all attempts
     # trainer.max_minutes was divided by this; None: it has fixed no number of steps.
     step_seconds: float | None = None
+    paced_at: int | None = None  # the step in which step_seconds was fixed
 
     @property
     def goodput(self) -> float:

@@ -168,8 +168,9 @@ class TrainStep:
 
     def set_lr(self, step: int) -> float:
         """Set learning rate and weight decay of the parameter groups; return the run's rate."""
-        lr = get_lr(step, self.lr_config, self.steps)
-        factor = weight_decay_factor(step, self.lr_config, self.steps)
+        config = self.length.with_decay_from(self.lr_config)
+        lr = get_lr(step, config, self.steps)
+        factor = weight_decay_factor(step, config, self.steps)
         for group, decay in zip(self.optimizer.param_groups, self.weight_decays, strict=True):
             group["lr"] = lr * group.get("lr_ratio", 1.0)
             if decay is not None:

@@ -9,14 +9,14 @@ from typing import Any
 
 from holding import kill_before
 from launching import TINY, committed, python_main, torchrun
-from runs import succeed
+from runs import succeed, tool
 from snapshot_helpers import digests
 
-FIXED_AT = 20
+WARMUP = 5
 END = 40  # the steps that minutes at the last resume are
 SETTINGS = [
     *[word for word in TINY if not word.startswith(("trainer.max_", "optimizer.warmup"))],
-    f"optimizer.warmup_steps={FIXED_AT}",
+    f"optimizer.warmup_steps={WARMUP}",
     "trainer.micro_batch_size=2",
     "snapshot.every_steps=5",
     "ddp.reduction=canonical",
@@ -34,19 +34,38 @@ def test_killed_before_and_after_the_number_of_steps_is_fixed(tmp_path):
     run = killed / "outputs" / "run"
     hour = [*torchrun(2), *SETTINGS, "trainer.max_minutes=60"]
     kill_before(13, hour, killed, lambda: 10 in committed(run))
-    assert state_of(run)["train_state"]["step_seconds"] is None
-    kill_before(28, hour, killed, lambda: 25 in committed(run))
+    before = state_of(run)["train_state"]
+    assert before["step_seconds"] is None
+    # A tenth of so many minutes is over at about step 10, as soon as ten steps are timed.
+    given = 100 * before["timed_seconds"] / before["timed_steps"] / 60
+    few = [*torchrun(2), *SETTINGS, f"trainer.max_minutes={given!r}"]
+    kill_before(28, few, killed, lambda: 25 in committed(run))
     state = state_of(run)
     assert state["train_state"]["timed_steps"] == 25 - 2 * 2, "the two attempts together"
-    steps = 60 * 60 / state["train_state"]["step_seconds"]
-    assert state["steps"] == round(steps) > END
+    assert 10 < state["train_state"]["paced_at"] <= 25, "the rate has been held after the warm-up"
+    steps = 60 * given / state["train_state"]["step_seconds"]
+    assert state["steps"] == round(steps) > 28
 
     shutil.copytree(killed, undisturbed)
-    minutes = f"trainer.max_minutes={60 * END / state['steps']!r}"  # a part of the recorded number
+    minutes = (
+        f"trainer.max_minutes={given * END / state['steps']!r}"  # a part of the recorded number
+    )
     kill_before(33, [*torchrun(3), *SETTINGS, minutes], killed, lambda: 30 in committed(run))
     text = succeed([*torchrun(2), *SETTINGS, minutes], killed)
     assert f"resuming from the snapshot of step 30 of {END}" in text
-    assert f"{END} steps took " in text
+    assert f"in {END} steps" in text
     succeed([*python_main(), *SETTINGS, minutes], undisturbed)
     assert max(committed(run)) == END
     assert digests(run) == digests(undisturbed / "outputs" / "run")
+
+
+def test_a_replay_knows_from_which_step_the_rate_has_decayed(tmp_path):
+    text = succeed([*python_main(), *SETTINGS, "trainer.max_minutes=0.03"], tmp_path)
+    run = tmp_path / "outputs" / "run"
+    state = state_of(run)
+    steps = state["train_state"]["step"]
+    minutes = json.loads((run / "result.json").read_text())["minutes"]
+    assert f"trained {minutes:.3g} minutes of trainer.max_minutes=0.03, in {steps} steps" in text
+    assert WARMUP < state["train_state"]["paced_at"] < steps
+    replayed = succeed(tool("replay", "outputs/run", f"steps={steps}"), tmp_path)
+    assert f"confirmed: steps 1 to {steps}" in replayed

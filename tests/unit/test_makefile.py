@@ -62,3 +62,13 @@ def test_a_failed_installation_is_seen_and_tried_again(checkout):
     assert "ERROR: no space left" in failed.stderr
     (checkout / "broken").unlink()
     assert make(checkout, ".venv/.train").returncode == 0
+
+
+def test_train_suggests_its_own_recipe_for_the_users_text(checkout):
+    """Another recipe would reach a higher loss, and another run.name is another directory."""
+    suggested = make(checkout, "train").stdout
+    trained = (checkout / "calls").read_text().splitlines()[-1]
+    command = next(line for line in suggested.splitlines() if "data.path=my.txt" in line)
+    assert trained.split()[:3] == "main.py experiment=demo ddp.nproc_per_node=2".split()
+    assert {*trained.split()} <= {*command.split()}
+    assert "run.name=mine" in command

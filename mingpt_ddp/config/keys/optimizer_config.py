@@ -58,6 +58,11 @@ class OptimizerConfig(UserCodeConfig):
         None, "length of the schedule; null: the run's", "steps"
     )
     warmup_steps: NonNegativeInt = key(100, "linear warm-up of the learning rate from 0", "steps")
+    decay_from: PositiveInt | None = key(
+        None,
+        "step up to which lr stays at its peak after the warm-up; null: the end of the warm-up, or "
+        "the step in which trainer.max_minutes becomes a number of steps",
+    )
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = key(
         0.1, "final learning rate over the peak"
     )

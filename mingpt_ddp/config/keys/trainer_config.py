@@ -28,7 +28,7 @@ class TrainerConfig:
     )
     max_minutes: Annotated[PositiveFloat, Field(le=1e9)] | None = neutral(
         None,
-        "limit of training time, which becomes a number of steps after the warm-up; if typed "
+        "limit of training time, which becomes a number of steps after a tenth of it; if typed "
         "alone, the only limit",
         "minutes",
         changes="end",

@@ -17,7 +17,19 @@ from mingpt_ddp.study.results.runs import Row, RunRecord, Value
 NO_COMMAND = "no command line: the configuration, with the run.name to continue, cannot be read"
 LONGEST = 60  # characters of a value or a name in a table
 # Last parts of keys that need their group, or that are titles of other columns.
-UNCLEAR = {"name", "path", "n", "sd", "status", "step", "faults", "time", "job", "directory"}
+UNCLEAR = {
+    "name",
+    "path",
+    "n",
+    "sd",
+    "status",
+    "step",
+    "faults",
+    "minutes",
+    "time",
+    "job",
+    "directory",
+}
 BEGINS = {"val_": "validation", "train_": "training", "test_": "test"}
 WORDS = {
     "lr": "learning rate",

@@ -130,6 +130,15 @@ class Group:
         return sum(times) if times else None
 
     @property
+    def minutes(self) -> float | None:
+        """The mean minutes that the steps of a complete job took. Only trainer.max_minutes records
+        them.
+        """
+        complete = [job for job in self.jobs if job.status == "complete"]
+        times = known(number(job.result.get("minutes")) for job in complete)
+        return statistics.fmean(times) if times else None
+
+    @property
     def objective(self) -> float | None:
         """The mean objective of the complete jobs."""
         return self.estimate.mean

@@ -1,6 +1,6 @@
 """Notes on the comparison of jobs: their ranking, and reasons why results do not compare."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 
 from mingpt_ddp.config.config import effect_of
 from mingpt_ddp.errors import counted
@@ -26,7 +26,9 @@ from mingpt_ddp.study.results.objective import (
 from mingpt_ddp.study.results.runs import (
     RunRecord,
     Value,
+    grouped,
     identity,
+    known,
     number,
     plain,
     varying,
@@ -35,7 +37,8 @@ from mingpt_ddp.study.results.runs import (
 DATA_KEYS = tuple(f"data.{key}" for key in TEXT_KEYS)
 # Keys that determine the number and length of the evaluated windows.
 WINDOWS = ("trainer.eval_steps", "trainer.batch_size", "data.block_size")
-OTHER_LIMITS = ("trainer.max_steps", "trainer.max_epochs", "trainer.patience")  # besides minutes
+MINUTES = "trainer.max_minutes"
+EQUAL_MINUTES = 1.05  # settings whose minutes differ by a larger factor are not called equal
 TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size")
 
 
@@ -80,7 +83,7 @@ def comparison_notes(jobs: list[RunRecord], are_versions: bool = False) -> list[
         )
     steps = {job.step for job in jobs if job.status == "complete" and job.step is not None}
     if len(steps) > 1:
-        notes.append(f"the jobs ran {min(steps)} to {max(steps)} steps{_equal_minutes(jobs)}")
+        notes.append(f"the jobs ran {min(steps)} to {max(steps)} steps")
     return notes
 
 
@@ -108,15 +111,18 @@ def _code_notes(jobs: list[RunRecord]) -> list[str]:
     return notes
 
 
-def _equal_minutes(jobs: list[RunRecord]) -> str:
-    """Add to a note that all jobs had the same minutes, if minutes were their only limit."""
-    limits = [job.config.get(key) for job in jobs for key in OTHER_LIMITS]
-    if any(limit is not None for limit in limits):
-        return ""
-    minutes = {number(job.config.get("trainer.max_minutes")) for job in jobs}
-    if len(minutes) > 1 or None in minutes:
-        return ""
-    return f", which count as equal: each has trained for trainer.max_minutes={minutes.pop():g}"
+def minutes_notes(groups: Sequence[Group]) -> list[str]:
+    """Return a warning for each budget of minutes that took some groups longer than others."""
+    notes = []
+    for limit, given in grouped(groups, lambda group: number(group.config.get(MINUTES))).items():
+        taken = known(group.minutes for group in given)
+        if limit is not None and taken and max(taken) > EQUAL_MINUTES * min(taken):
+            notes.append(
+                f"not at equal time: settings with {MINUTES}={limit:g} trained for "
+                f"{min(taken):.3g} to {max(taken):.3g} minutes. The pace of the machine changed, "
+                "or another limit ended some jobs"
+            )
+    return notes
 
 
 def pooling_notes(groups: list[Group]) -> list[str]:

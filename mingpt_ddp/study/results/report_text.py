@@ -89,6 +89,7 @@ def cells_of(results: Results, group: Group, keys: list[str], *, short: bool) ->
         cells[key if title in cells else title] = cell
     cells["step"] = _steps(group)
     cells[f"{results.jobs[0].unit}/s"] = fixed(group.speed, ",.0f")
+    cells["minutes"] = fixed(group.minutes, ".3g")
     cells["faults"] = fixed(group.faults, "d")
     cells[time] = duration(group.seconds) or "-"
     if objective is not LOSS:

@@ -23,6 +23,7 @@ from mingpt_ddp.study.results.notes import (
     best_notes,
     comparison_notes,
     diverged_notes,
+    minutes_notes,
     pooling_notes,
 )
 from mingpt_ddp.study.results.objective import Objective
@@ -112,7 +113,7 @@ def read_results(
     groups = recipes if has_replicates(recipes) else singles(jobs)
     objective = jobs[0].ranked_by
     notes = [f"ranked by {objective.title}: {objective.note}"] if objective.note else []
-    notes += comparison_notes(jobs)
+    notes += comparison_notes(jobs) + minutes_notes(groups)
     if edited := dict.fromkeys(name for job in jobs for name in job.edited):
         notes.append(f"old code: results from before the last change of {cut(', '.join(edited))}")
     if has_replicates(groups):

@@ -165,7 +165,7 @@ def test_the_names_in_state_json(config):
         *names("wall_seconds loss_sum loss_part_sums loss_steps stall_seconds wasted_seconds"),
         *names("saved_at loss_ema consecutive_skips skipped_steps patience_loss run_id"),
         *names("evaluations_above save_stall_s save_durable_s train_metrics"),
-        *names("timed_steps timed_seconds step_seconds"),
+        *names("timed_steps timed_seconds step_seconds block_paces paced_at"),
     }
     assert list(state["text"]) == ["sha256", "length"]
     assert list(state["environment"]) == names(

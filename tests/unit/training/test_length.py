@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics import meters
 from mingpt_ddp.metrics.meters import Meter
+from mingpt_ddp.optim.lr_schedule import get_lr
 from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.training.length import RunLength, StepTimer, known_length
 from mingpt_ddp.training.train_state import TrainState
@@ -67,22 +69,58 @@ def test_a_run_ends_at_the_smallest_of_its_limits(limits, steps):
 @pytest.mark.parametrize(
     ("overrides", "fixed_at"),
     [
-        (MINUTE, 30),
-        (CONSTANT, 20),
-        ([*MINUTE, "optimizer.schedule_steps=500"], 20),
-        ([*MINUTE, "optimizer.weight_decay_schedule=lr"], 30),
+        (MINUTE, 60),  # of 600 steps
+        (CONSTANT, 60),
+        ([*MINUTE, "optimizer.warmup_steps=0"], 60),
+        ([*MINUTE, "optimizer.warmup_steps=90"], 90),
+        ([*MINUTE, "optimizer.warmup_steps=90", "optimizer.schedule_steps=500"], 60),
+        ([*MINUTE, "trainer.max_minutes=0.1"], 30),  # the warm-up
+        ([*CONSTANT, "trainer.max_minutes=0.1"], 12),  # ten timed steps
     ],
 )
-def test_the_number_is_fixed_where_a_rate_first_needs_it(monkeypatch, overrides, fixed_at):
+def test_a_tenth_of_the_minutes_and_the_warm_up_fix_the_number(monkeypatch, overrides, fixed_at):
     clock = Clock(monkeypatch, *overrides)
-    clock.train(fixed_at - 1, step_s=0.1)
+    clock.train(fixed_at - 4, step_s=0.1)
     assert (clock.length.known_steps, clock.length.is_fixed) == (None, False)
-    clock.train(fixed_at, step_s=0.1)
-    assert clock.length.known_steps == pytest.approx(600, abs=1)
+    clock.train(fixed_at + 4, step_s=0.1)  # steps are timed in blocks
+    minutes = clock.length.trainer.max_minutes
+    assert clock.length.known_steps == pytest.approx(600 * minutes, abs=1)
     before = clock.length.steps
     clock.train(before, step_s=0.7)
     assert clock.state.step == clock.length.steps == before, "from now on the clock decides nothing"
-    assert clock.length.describe_time().startswith(f"{before} steps took ")
+
+
+def test_slow_steps_count_as_taken_and_do_not_set_the_pace(monkeypatch):
+    """The machine is busy for 3 of the first 6 seconds: 57 seconds are left for fast steps."""
+    clock = Clock(monkeypatch, *CONSTANT)
+    clock.train(22, step_s=0.05)
+    clock.train(24, step_s=1.0)
+    clock.train(10_000, step_s=0.05)
+    assert clock.length.steps == pytest.approx(24 + 57 / 0.05, rel=0.01)
+    assert clock.length.minutes == pytest.approx(1, rel=0.01)
+    described = f"trained 0.999 minutes of trainer.max_minutes=1, in {clock.length.steps} steps"
+    assert clock.length.describe_time() == described
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_the_rate_decays_from_the_step_that_fixes_the_number(monkeypatch, schedule):
+    """Then to the last step, as if both were typed; a resume knows that step."""
+    overrides = [*MINUTE, f"optimizer.schedule={schedule}"]
+    clock = Clock(monkeypatch, *overrides)
+    config = config_of(*overrides)
+    rates = {}
+    for step in range(1, 601):
+        clock.train(step, step_s=0.1)
+        resumed = RunLength(config, 10, clock.state)
+        for length in (clock.length, resumed):
+            given = length.with_decay_from(length.optimizer)
+            rates.setdefault(step, set()).add(get_lr(step, given, length.steps))
+    paced_at = clock.state.paced_at
+    assert 30 < 60 <= paced_at < 70
+    typed = replace(clock.length.optimizer, decay_from=paced_at)
+    assert rates == {step: {get_lr(step, typed, clock.length.steps)} for step in rates}
+    assert rates[30] == rates[paced_at] == {typed.lr}
+    assert min(rates[600]) == pytest.approx(typed.lr * typed.min_lr_ratio, rel=0.2)
 
 
 def test_the_first_steps_of_a_start_and_pauses_are_not_timed(monkeypatch):
@@ -96,17 +134,21 @@ def test_the_first_steps_of_a_start_and_pauses_are_not_timed(monkeypatch):
     clock.train(20, step_s=0.1)
     assert clock.state.timed_steps == 18
     assert clock.state.timed_seconds == pytest.approx(1.8)
+    clock.train(70, step_s=0.1)
     assert clock.length.steps == pytest.approx(600, abs=1)
 
 
 def test_what_was_trained_before_a_kill_counts(monkeypatch):
-    """Ten steps of two attempts each, the second twice as fast; then the number is kept."""
+    """Two attempts, the second at half the pace, until the number is fixed; then it is kept."""
     first = Clock(monkeypatch, *CONSTANT)
-    first.train(12, step_s=0.2)
+    first.train(42, step_s=0.1)
+    assert not first.length.is_fixed
     second = Clock(monkeypatch, *CONSTANT, state=first.state)
-    second.train(20, step_s=0.05)
-    assert second.state.timed_steps == 16
-    assert second.length.steps == int(60 / ((10 * 0.2 + 6 * 0.05) / 16))
+    second.train(56, step_s=0.2)
+    assert second.length.is_fixed
+    paced_at, taken_s = second.state.paced_at, second.length.minutes * 60
+    assert taken_s >= 6
+    assert second.length.steps == pytest.approx(paced_at + (60 - 6) / 0.1, rel=0.02)
     third = Clock(monkeypatch, *CONSTANT, state=second.state)
     assert third.length.steps == second.length.steps
     other = Clock(monkeypatch, *CONSTANT, "trainer.max_minutes=2", state=second.state)
@@ -146,12 +188,12 @@ def test_more_minutes_after_too_few_are_reckoned_from_the_time_of_the_steps(monk
 
 def test_another_limit_that_is_smaller_is_named(monkeypatch, caplog):
     caplog.set_level(logging.INFO, "mingpt_ddp")
-    clock = Clock(monkeypatch, *CONSTANT, "trainer.max_steps=50")
-    clock.train(100, step_s=0.0625)
-    assert clock.state.step == 50
+    clock = Clock(monkeypatch, *CONSTANT, "trainer.max_steps=150")
+    clock.train(200, step_s=0.0625)
+    assert clock.state.step == 150
     assert caplog.messages == [
-        "trainer.max_minutes=1 is 960 steps of 62.5 ms from now on",
-        "trainer.max_steps=50 ends the run at step 50, before trainer.max_minutes=1.0; set it to "
+        "trainer.max_minutes=1 is 960 steps: a step takes 62.5 ms",
+        "trainer.max_steps=150 ends the run at step 150, before trainer.max_minutes=1.0; set it to "
         "null to continue",
     ]
 
@@ -159,7 +201,8 @@ def test_another_limit_that_is_smaller_is_named(monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("state", "steps"),
     [
-        (TrainState(step=40, timed_steps=20, timed_seconds=2.0), 600),
+        (TrainState(step=70, timed_steps=50, timed_seconds=5.0), 600),
+        (TrainState(step=70, timed_steps=50, timed_seconds=5.0, block_paces=[0.1, 0.2, 9]), 335),
         (TrainState(step=40, wall_seconds=8.0), 300),  # of a version that timed no steps
         (TrainState(), None),
         (TrainState(step=29, wall_seconds=8.0), None),

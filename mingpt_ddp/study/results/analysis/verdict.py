@@ -20,7 +20,12 @@ from mingpt_ddp.study.results.analysis.compare import (
 from mingpt_ddp.study.results.experiments import record, root_of
 from mingpt_ddp.study.results.formats import compare_command, fixed
 from mingpt_ddp.study.results.groups import Group, best_group, replicates
-from mingpt_ddp.study.results.notes import comparison_notes, diverged_notes, pooling_notes
+from mingpt_ddp.study.results.notes import (
+    comparison_notes,
+    diverged_notes,
+    minutes_notes,
+    pooling_notes,
+)
 from mingpt_ddp.study.results.objective import LOSS, is_text
 from mingpt_ddp.study.results.runs import RunRecord, by_objective, read_jobs
 from mingpt_ddp.study.results.stats.significance import PAIRED, Difference
@@ -149,7 +154,7 @@ def _objective(jobs: list[RunRecord]) -> str:
 def notes_on(settings: list[Setting], comparisons: list[Comparison], pairs: int) -> list[str]:
     """Return notes on the comparison: pooled and unfinished jobs, the order, the correction."""
     jobs = [job for setting in settings for job in setting.jobs]
-    notes = pooling_notes(replicates(jobs))
+    notes = minutes_notes(settings) + pooling_notes(replicates(jobs))
     for job in jobs:
         notes += job.notes
     for setting in settings:
@@ -195,14 +200,18 @@ def _correction(pairs: int) -> list[str]:
 
 
 def _table(settings: list[Setting]) -> list[str]:
-    rows = [["mean", "seeds", "deviation", "95% interval", "setting"]]
-    for setting in settings:
+    minutes = [fixed(setting.minutes, ".3g") for setting in settings]
+    has_minutes = any(setting.minutes is not None for setting in settings)
+    time = ["minutes"] if has_minutes else []
+    rows = [["mean", "seeds", "deviation", "95% interval", *time, "setting"]]
+    for setting, taken in zip(settings, minutes, strict=True):
         estimate = setting.estimate
         numbers = (estimate.mean, estimate.deviation, estimate.low, estimate.high)
         mean, deviation, low, high = (fixed(value, ".4f") for value in numbers)
         interval = "-" if estimate.low is None else f"{low} to {high}"
-        rows.append([mean, setting.seed_count, deviation, interval, setting.label])
-    return table_lines(rows, left=(4,))
+        time = [taken] if has_minutes else []
+        rows.append([mean, setting.seed_count, deviation, interval, *time, setting.label])
+    return table_lines(rows, left=(len(rows[0]) - 1,))
 
 
 def to_numbers(
@@ -217,7 +226,7 @@ def to_numbers(
     for setting in settings:
         codes = sorted({job.code for job in setting.jobs if job.code})
         more: dict[str, Any] = {"by_seed": setting.by_seed, "diverged": setting.diverged}
-        more |= {"unfinished": setting.unfinished, "codes": codes}
+        more |= {"unfinished": setting.unfinished, "codes": codes, "minutes": setting.minutes}
         listed.append({"name": setting.label, **asdict(setting.estimate), **more})
     best = best_group(settings) if comparisons else None
     if any(each.worse is best for each in comparisons):  # over more seeds than all settings have

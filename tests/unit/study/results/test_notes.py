@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fake_runs import fake_run
 
+from mingpt_ddp.study.results.analysis.verdict import verdict
 from mingpt_ddp.study.results.report import report
 
 RANKED = "ranked by bits per byte: losses per token of different tokenizers do not compare"
@@ -149,24 +150,45 @@ def test_notes_on_two_jobs(tmp_path, one, other, expected):
 
 
 MINUTES = {"trainer.max_minutes": 0.5, "trainer.max_steps": None, "trainer.max_epochs": None}
-EQUAL = ", which count as equal: each has trained for trainer.max_minutes=0.5"
+UNEQUAL = (
+    "not at equal time: settings with trainer.max_minutes=0.5 trained for 0.353 to 0.5 minutes. "
+    "The pace of the machine changed, or another limit ended some jobs"
+)
+
+
+def test_different_steps_of_complete_jobs(tmp_path):
+    fake_run(tmp_path / "60", {"trainer.max_steps": 60}, steps=60)
+    fake_run(tmp_path / "200", {"trainer.max_steps": 200}, steps=200)
+    fake_run(tmp_path / "pruned", {"optimizer.lr": 2}, "pruned", steps=20)
+    assert notes(tmp_path) == ["the jobs ran 60 to 200 steps"]
 
 
 @pytest.mark.parametrize(
-    ("limits", "more"),
+    ("one", "other", "limit", "expected"),
     [
-        ([{"trainer.max_steps": 60}, {"trainer.max_steps": 200}], ""),
-        ([MINUTES, MINUTES], EQUAL),
-        ([MINUTES, MINUTES | {"trainer.max_minutes": 1.0}], ""),
-        # which end before the minutes
-        ([MINUTES | {"trainer.max_steps": steps} for steps in (60, 200)], ""),
+        (0.49, 0.51, 0.5, []),
+        (0.353, 0.5, 0.5, [UNEQUAL]),
+        (0.5, 1.0, 1.0, []),  # which were not given the same
+        (None, 0.5, 0.5, []),
     ],
 )
-def test_different_steps_of_complete_jobs(tmp_path, limits, more):
-    for steps, config in zip((60, 200), limits, strict=True):
-        fake_run(tmp_path / f"{steps}", config, steps=steps)
-    fake_run(tmp_path / "pruned", {**limits[0], "optimizer.lr": 2}, "pruned", steps=20)
-    assert notes(tmp_path) == [f"the jobs ran 60 to 200 steps{more}"]
+def test_minutes_that_settings_took(tmp_path, one, other, limit, expected):
+    """In the report, in its page and in a comparison."""
+    for seed in (1, 2, 3):
+        values = MINUTES | {"run.seed": seed}
+        fake_run(tmp_path / f"a{seed}", values, minutes=one, val_loss=2 + seed / 100)
+        values |= {"optimizer.lr": 2e-3, "trainer.max_minutes": limit}
+        fake_run(tmp_path / f"b{seed}", values, minutes=other, val_loss=3 + seed / 90)
+    text = report([tmp_path], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    compared = verdict([tmp_path], as_json=False)
+    for said in (text, page, compared):
+        assert ("not at equal time" in said) == bool(expected)
+        assert "count as equal" not in said
+        assert "minutes" in said
+        assert f"{other:.3g}" in said
+    lines = [line for line in text.splitlines() if line.startswith("note: ")]
+    assert lines == [f"note: {note}" for note in expected]
 
 
 def test_one_run_is_the_best_of_nothing(tmp_path):
