@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 from launching import PATIENCE_S, ROOT, environment
 
-from mingpt_ddp.cli.arguments import FREE_TEXT, parse_arguments
+from mingpt_ddp.cli.arguments import FREE_TEXT, human_size, parse_arguments
 from mingpt_ddp.errors import ConfigError
 
 
@@ -143,3 +143,17 @@ def test_a_rank_of_a_launcher_leaves_before_threads_of_torch_could_abort(launche
     assert done.returncode == 0, done.stderr
     assert " whole " in done.stdout
     assert done.stdout.endswith("shut down\n") != launched
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (3 << 19, "1.5 MiB"),
+        (1 << 50, "1024.0 TiB"),
+    ],
+)
+def test_a_size_has_a_suitable_unit(size, text):
+    assert human_size(size) == text
