@@ -69,6 +69,6 @@ def test_train_suggests_its_own_recipe_for_the_users_text(checkout):
     suggested = make(checkout, "train").stdout
     trained = (checkout / "calls").read_text().splitlines()[-1]
     command = next(line for line in suggested.splitlines() if "data.path=my.txt" in line)
-    assert trained.split()[:3] == "main.py experiment=demo ddp.nproc_per_node=2".split()
+    assert trained.split()[:3] == ["main.py", "experiment=demo", "ddp.nproc_per_node=2"]
     assert {*trained.split()} <= {*command.split()}
     assert "run.name=mine" in command
