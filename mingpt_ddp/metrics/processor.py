@@ -2,7 +2,9 @@
 
 import logging
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeAlias
 
 import yaml
@@ -77,8 +79,6 @@ class MetricsProcessor:
             self.tensorboard,
             *(env.call_on_rank_zero(lambda: [JSONLLogger(directory / METRICS)]) or []),
         ]
-        # Rank zero alone writes metrics of the whole run.
-        self.run_loggers = env.call_on_rank_zero(lambda: self.loggers) or []
         self.progress = progress_bar(env, None, "training", "step", start)
         self._log_lines = 0
         self.meter = Meter(runtime, loader.items_per_step, task.unit)
@@ -144,6 +144,24 @@ class MetricsProcessor:
         env = self.runtime.group.env
         env.call_on_rank_zero(lambda: drop_samples_after(self._directory, step))
 
+    def log(
+        self,
+        step: int,
+        of_rank: Mapping[str, float] = MappingProxyType({}),
+        of_run: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """Pass values by tag to the loggers. Nothing is averaged here: see docs/logs.md.
+
+        Args:
+            of_rank: Values of this rank. Every rank logs its own.
+            of_run: Values of the whole run, which rank zero alone logs.
+        """
+        self._set_up()
+        run_values = self.runtime.group.env.call_on_rank_zero(lambda: of_run) or {}
+        if values := {**of_rank, **run_values}:
+            for logger in self.loggers:
+                logger.log(step, values)
+
     def log_train(
         self, step: int, last: int | None, model: nn.Module, lr: float, goodput: float
     ) -> dict[str, float]:
@@ -160,7 +178,6 @@ class MetricsProcessor:
         measured = self.meter.read()
         if not measured:
             return {}
-        self._set_up()
         metrics = {"train/lr": lr, "train/epoch": step / self.steps_per_epoch, **measured}
         strategy = self.runtime.strategy
         communication_s, exposed_s = strategy.comm_times(model)
@@ -169,10 +186,7 @@ class MetricsProcessor:
         metrics.update(self.utilization.metrics(measured[f"speed/{self.task.unit}_per_s"]))
         work_ms = measured.get("speed/work_ms", 0.0)
         slowest = slowest_rank(self.runtime.group, work_ms, strategy.clock.micro_batches)
-        run_metrics = {"speed/goodput": goodput, **slowest}
-        shown = {**metrics, **(self.runtime.group.env.call_on_rank_zero(lambda: run_metrics) or {})}
-        for logger in self.loggers:
-            logger.log(step, shown)
+        self.log(step, metrics, {"speed/goodput": goodput, **slowest})
         self._log_line(step, last, metrics)
         return metrics
 
@@ -209,14 +223,8 @@ class MetricsProcessor:
 
     def log_evaluation(self, step: int, split: str, metrics: dict[str, float]) -> None:
         """Log the task's metrics of a split, `val` or `test`."""
-        self.log_values(step, {f"{split}/{name}": value for name, value in metrics.items()})
+        self.log(step, of_run={f"{split}/{name}": value for name, value in metrics.items()})
         log.info("step %d: %s %s", step, SPLITS[split], self.task.describe(metrics))
-
-    def log_values(self, step: int, metrics: dict[str, float]) -> None:
-        """Log values of the whole run by tag."""
-        self._set_up()
-        for logger in self.run_loggers:
-            logger.log(step, metrics)
 
     def log_sample(self, step: int, text: str | None) -> None:
         """Log a generated text. Ranks that did not generate it pass None.
@@ -232,7 +240,8 @@ class MetricsProcessor:
 
     def complete(self, step: int) -> None:
         """Log that the run is complete, or pruned, at `step`."""
-        for logger in self.run_loggers:
+        env = self.runtime.group.env
+        for logger in env.call_on_rank_zero(lambda: self.loggers) or []:
             logger.complete(step, self.task.config)
 
     def close(self) -> None:

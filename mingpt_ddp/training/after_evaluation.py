@@ -1,19 +1,16 @@
 """What follows an evaluation: its records, and whether it ends the run."""
 
 import logging
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mingpt_ddp.config.job import RunStatus
-from mingpt_ddp.config.validation import check, hint_at
-from mingpt_ddp.errors import TrainingError
-from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.training.evaluation.evaluator import Evaluator
 from mingpt_ddp.training.hooks.observers import Observers
+from mingpt_ddp.training.recorder import Recorder
 from mingpt_ddp.training.saves.save_schedule import SaveSchedule
-from mingpt_ddp.training.train_state import has_stopped_early, record_evaluation
+from mingpt_ddp.training.train_state import has_stopped_early
 from mingpt_ddp.training.trainable import Run
 
 log = logging.getLogger(__name__)
@@ -27,46 +24,21 @@ class Decision:
     end: RunStatus | None = None  # what ends the run before its last step
 
 
-def check_metric(metric: str | None, metrics: Mapping[str, float]) -> None:
-    """Refuse a `sweep.metric` of the validation split that an evaluation has not measured.
-
-    Raises:
-        ConfigError: It names the metrics that the evaluation has measured.
-    """
-    name = (metric or "").removeprefix("-")
-    names = [f"val_{each}" for each in metrics]
-    check(
-        not name.startswith("val_") or name in names,
-        f"sweep.metric={metric}: the evaluations do not measure it; {hint_at(name, names)}",
-    )
-
-
-def check_loss(step: int, loss: float) -> None:
-    """Refuse a validation loss that is not finite.
-
-    Raises:
-        TrainingError: The loss is infinite or not a number.
-    """
-    if not math.isfinite(loss):
-        raise TrainingError(
-            f"the validation loss of step {step} is {loss}; start again with a lower optimizer.lr"
-        )
-
-
 class Validation:
     """Evaluate the averaged weights, if there are some, else those of the model."""
 
     def __init__(
         self,
         run: Run,
-        metrics: MetricsProcessor,
+        recorder: Recorder,
         saves: SaveSchedule,
         evaluator: Evaluator,
         observers: Observers,
     ) -> None:
         self.run = run
         self.state = run.state
-        self.metrics = metrics
+        self.recorder = recorder
+        self.metrics = recorder.metrics
         self.saves = saves
         self.evaluator = evaluator
         self.observers = observers
@@ -80,11 +52,7 @@ class Validation:
             metrics = self._metrics_of("val")
         if metrics is None:
             return Decision(end=RunStatus.PREEMPTED)
-        check_loss(state.step, metrics["loss"])
-        check_metric(self.run.config.sweep.metric, metrics)
-        improved = record_evaluation(state, metrics, self.run.config.trainer.min_delta)
-        self.metrics.log_evaluation(state.step, "val", metrics)
-        self.observers.hooks.call("evaluate", state.step, metrics)
+        improved = self.recorder.record_evaluation(metrics)
         return Decision(improved=improved and self.run.config.snapshot.keep_best)
 
     def prune(self, is_last: bool) -> RunStatus | None:

@@ -18,6 +18,7 @@ from mingpt_ddp.training.after_evaluation import Validation
 from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.evaluation.evaluator import Evaluator
 from mingpt_ddp.training.hooks.observers import Hooks, Observers
+from mingpt_ddp.training.recorder import Recorder
 from mingpt_ddp.training.result import record_end, recorded_test
 from mingpt_ddp.training.saves.save_schedule import SaveSchedule
 from mingpt_ddp.training.start.stages import (
@@ -123,5 +124,6 @@ def begin_attempt(
     metrics.resume(observers.senders, history.end)
     anomaly = AnomalyPolicy(run)
     saves = SaveSchedule(run, train_step, metrics.meter, anomaly)
-    validation = Validation(run, metrics, saves, evaluator, observers)
-    return Trainer(run, train_step, metrics, saves, validation, observers)
+    recorder = Recorder(run, train_step, metrics, saves, observers.hooks)
+    validation = Validation(run, recorder, saves, evaluator, observers)
+    return Trainer(run, train_step, recorder, saves, validation, observers)

@@ -10,7 +10,6 @@ from torch import Tensor
 from mingpt_ddp.config.builders import code_roots
 from mingpt_ddp.config.job import Job, RunStatus
 from mingpt_ddp.config.loaded_code import script_path
-from mingpt_ddp.metrics.jsonl import own_metrics
 from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.metrics.start_times import StartTimes
 from mingpt_ddp.process import logs
@@ -18,9 +17,9 @@ from mingpt_ddp.process.env import process_start_time
 from mingpt_ddp.process.signals import SignalHandler
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.storage.code_identity import start_reading
-from mingpt_ddp.training.after_evaluation import check_loss, check_metric
 from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.hooks.observers import Hooks, Observers
+from mingpt_ddp.training.recorder import Recorder
 from mingpt_ddp.training.result import record_end
 from mingpt_ddp.training.saves.resume import check_state
 from mingpt_ddp.training.saves.save_schedule import SaveSchedule
@@ -31,7 +30,7 @@ from mingpt_ddp.training.start.stages import (
     record_start,
     resume,
 )
-from mingpt_ddp.training.train_state import TrainState, record_evaluation
+from mingpt_ddp.training.train_state import TrainState
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainer import TrainingEnd
 
@@ -84,11 +83,11 @@ class RunLog:
         )
         resources.callback(self._metrics.close)
         self._metrics.resume(self._observers.senders, history.end)
-        sums = {"loss": run.state.loss_sum, **run.state.loss_part_sums}
-        self._metrics.meter.load_state(sums, run.state.loss_steps)
-        self._anomaly = AnomalyPolicy(run)
-        self._anomaly.checks_every_step = False
-        self._saves = SaveSchedule(run, step, self._metrics.meter, self._anomaly)
+        anomaly = AnomalyPolicy(run)
+        anomaly.checks_every_step = False
+        self._saves = SaveSchedule(run, step, self._metrics.meter, anomaly)
+        self._recorder = Recorder(run, step, self._metrics, self._saves, self._observers.hooks)
+        self._recorder.restore_meter()
         with self._metrics.meter.paused():
             step.warm_up()
         self._saves.begin()
@@ -136,15 +135,7 @@ class RunLog:
         Raises:
             TrainingError: The loss or the gradient norm is not finite.
         """
-        state = self._saves.update_wall_time()
-        metrics = self._metrics.log_train(
-            state.step, self._step.steps, self._step.parallel_model, self._lr, state.goodput
-        )
-        if metrics:
-            state.train_loss = metrics["train/loss"]
-            state.train_metrics = own_metrics(metrics)
-            self._anomaly.check(state.step, state.train_loss, metrics["train/grad_norm"])
-            self._observers.hooks.call("step", state.step, metrics)
+        self._recorder.record_steps(self._lr)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -165,11 +156,7 @@ class RunLog:
             TrainingError: The loss is not finite.
             ConfigError: `sweep.metric` is not among the metrics.
         """
-        check_loss(self.state.step, metrics["loss"])
-        check_metric(self._run.config.sweep.metric, metrics)
-        record_evaluation(self.state, metrics, self._run.config.trainer.min_delta)
-        self._metrics.log_evaluation(self.state.step, "val", metrics)
-        self._observers.hooks.call("evaluate", self.state.step, metrics)
+        self._recorder.record_evaluation(metrics)
 
     def log_sample(self, text: str | None) -> None:
         """Log a generated text. Ranks that did not generate it pass None."""

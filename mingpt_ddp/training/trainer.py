@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from mingpt_ddp.config.job import RunStatus
-from mingpt_ddp.metrics.jsonl import own_metrics
-from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.metrics.profiling import Profiler
 from mingpt_ddp.training.after_evaluation import Decision, Validation
 from mingpt_ddp.training.anomaly import MAX_CONSECUTIVE_SKIPS
 from mingpt_ddp.training.hooks.observers import Observers
 from mingpt_ddp.training.length import StepTimer
 from mingpt_ddp.training.memory import FIRST_STEPS, refuse_out_of_memory
+from mingpt_ddp.training.recorder import Recorder
 from mingpt_ddp.training.saves.save_schedule import SaveSchedule
 from mingpt_ddp.training.step_flags import StepFlags, send_flags
 from mingpt_ddp.training.train_step import TrainStep
@@ -41,7 +40,7 @@ class Trainer:
         self,
         run: Run,
         train_step: TrainStep,
-        metrics: MetricsProcessor,
+        recorder: Recorder,
         saves: SaveSchedule,
         validation: Validation,
         observers: Observers,
@@ -50,7 +49,8 @@ class Trainer:
         self.runtime = run.runtime
         self.state = run.state
         self.train_step = train_step
-        self.metrics = metrics
+        self.recorder = recorder
+        self.metrics = recorder.metrics
         self.timer = StepTimer(train_step.length, self.metrics.meter)
         self.saves = saves
         self.validation = validation
@@ -58,7 +58,7 @@ class Trainer:
         self.observers = observers
         self.lr = 0.0  # of the latest step
         self._first_steps = range(self.state.step + 1, self.state.step + 1 + FIRST_STEPS)
-        self._load_meter()
+        recorder.restore_meter()
         self.profiler = Profiler(
             run.directory,
             run.runtime,
@@ -100,7 +100,7 @@ class Trainer:
             if not flags.saving:
                 self.saves.take_result()
             if self._is_due(trainer.log_every):
-                self._log()
+                self.recorder.record_steps(self.lr)
             decision = Decision(end=RunStatus.PREEMPTED)
             if not flags.interrupted:
                 decision = self._evaluate()
@@ -212,7 +212,7 @@ class Trainer:
         if policy == "stop" or skips > MAX_CONSECUTIVE_SKIPS:
             # Reports learn from the last record that the run diverged.
             if not math.isfinite(loss_and_norm):
-                self.metrics.log_values(step, {"train/loss": math.nan})
+                self.metrics.log(step, of_run={"train/loss": math.nan})
             self.saves.manager.wait()
             again = "" if policy == "stop" else f", as did the {skips - 1} before it"
             raise self.anomaly.make_error(f"{message}{again}")
@@ -240,14 +240,10 @@ class Trainer:
         state = self.saves.update_wall_time()
         state.skipped_steps = sorted({*state.skipped_steps, *skipping})
         state.roll_back(restored)
-        self._load_meter()
+        self.recorder.restore_meter()
         self.timer.restart()
         self.metrics.rollback(state.step)
         return state.step
-
-    def _load_meter(self) -> None:
-        sums = {"loss": self.state.loss_sum, **self.state.loss_part_sums}
-        self.metrics.meter.load_state(sums, self.state.loss_steps)
 
     def _is_due(self, every: int | None) -> bool:
         step = self.state.step
@@ -256,21 +252,6 @@ class Trainer:
     def _finish(self) -> None:
         """Put into the heartbeat that this rank is between two steps."""
         self.runtime.group.set_activity(f"finishing step {self.state.step}")
-
-    def _log(self) -> None:
-        state = self.saves.update_wall_time()
-        metrics = self.metrics.log_train(
-            state.step,
-            self.train_step.length.known_steps,
-            self.train_step.parallel_model,
-            self.lr,
-            state.goodput,
-        )
-        if metrics:
-            state.train_loss = metrics["train/loss"]
-            state.train_metrics = own_metrics(metrics)
-            self.anomaly.check(state.step, state.train_loss, metrics["train/grad_norm"])
-            self.observers.hooks.call("step", state.step, metrics)
 
     def _save(self, decision: Decision, is_due: bool) -> None:
         """Save this step if it ends the run, improves on the best, or a snapshot is due."""

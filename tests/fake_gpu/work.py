@@ -83,8 +83,8 @@ def trainer_of(
         wait_for_staging=lambda: None,
     )
     unused: Any = None
-    metrics = mock.MagicMock(meter=meter)
-    return trainer.Trainer(run, step, metrics, saves, unused, observers)
+    recorder = mock.MagicMock(metrics=mock.MagicMock(meter=meter))
+    return trainer.Trainer(run, step, recorder, saves, unused, observers)
 
 
 def step(run: FakeRun, number: int) -> None:

@@ -1,0 +1,103 @@
+"""Record what a run measures: in its train state, in its logs, and for the user's hooks."""
+
+import math
+from collections.abc import Mapping
+
+from mingpt_ddp.config.validation import check, hint_at
+from mingpt_ddp.errors import TrainingError
+from mingpt_ddp.metrics.jsonl import own_metrics
+from mingpt_ddp.metrics.processor import MetricsProcessor
+from mingpt_ddp.training.hooks.observers import Hooks
+from mingpt_ddp.training.saves.save_schedule import SaveSchedule
+from mingpt_ddp.training.train_state import record_evaluation
+from mingpt_ddp.training.train_step import TrainStep
+from mingpt_ddp.training.trainable import Run
+
+
+def _check_metric(metric: str | None, metrics: Mapping[str, float]) -> None:
+    """Refuse a `sweep.metric` of the validation split that an evaluation has not measured.
+
+    Raises:
+        ConfigError: It names the metrics that the evaluation has measured.
+    """
+    name = (metric or "").removeprefix("-")
+    names = [f"val_{each}" for each in metrics]
+    check(
+        not name.startswith("val_") or name in names,
+        f"sweep.metric={metric}: the evaluations do not measure it; {hint_at(name, names)}",
+    )
+
+
+def _check_loss(step: int, loss: float) -> None:
+    """Refuse a validation loss that is not finite.
+
+    Raises:
+        TrainingError: The loss is infinite or not a number.
+    """
+    if not math.isfinite(loss):
+        raise TrainingError(
+            f"the validation loss of step {step} is {loss}; start again with a lower optimizer.lr"
+        )
+
+
+class Recorder:
+    """Record steps and evaluations. The trainer uses it, and so does a loop of the user's own."""
+
+    def __init__(
+        self,
+        run: Run,
+        train_step: TrainStep,
+        metrics: MetricsProcessor,
+        saves: SaveSchedule,
+        hooks: Hooks,
+    ) -> None:
+        self.run = run
+        self.train_step = train_step
+        self.metrics = metrics
+        self.saves = saves
+        self.hooks = hooks
+
+    def restore_meter(self) -> None:
+        """Go on with the log interval that the train state contains."""
+        state = self.run.state
+        sums = {"loss": state.loss_sum, **state.loss_part_sums}
+        self.metrics.meter.load_state(sums, state.loss_steps)
+
+    def record_steps(self, lr: float) -> None:
+        """Log the steps since the last call. A collective.
+
+        Args:
+            lr: Learning rate of the last step.
+
+        Raises:
+            TrainingError: The loss or the gradient norm is not finite, and no step was checked.
+        """
+        state = self.saves.update_wall_time()
+        metrics = self.metrics.log_train(
+            state.step,
+            self.train_step.length.known_steps,
+            self.train_step.parallel_model,
+            lr,
+            state.goodput,
+        )
+        if metrics:
+            state.train_loss = metrics["train/loss"]
+            state.train_metrics = own_metrics(metrics)
+            self.saves.anomaly.check(state.step, state.train_loss, metrics["train/grad_norm"])
+            self.hooks.call("step", state.step, metrics)
+
+    def record_evaluation(self, metrics: dict[str, float]) -> bool:
+        """Record an evaluation of the validation split. Return True if its loss is the lowest.
+
+        Raises:
+            TrainingError: The loss is not finite.
+            ConfigError: `sweep.metric` is not among the metrics.
+        """
+        state = self.run.state
+        config = self.run.config
+        _check_loss(state.step, metrics["loss"])
+        _check_metric(config.sweep.metric, metrics)
+        improved = record_evaluation(state, metrics, config.trainer.min_delta)
+        self.metrics.log_evaluation(state.step, "val", metrics)
+        self.hooks.call("evaluate", state.step, metrics)
+        return improved
