@@ -21,7 +21,6 @@ from mingpt_ddp.distributed import watchdog
 from mingpt_ddp.distributed.group.rendezvous import join_attempt
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.process.env import DistEnv
-from mingpt_ddp.process.root_cause import ProcessExit
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.snapshots.write.async_writer import AsyncSave
 from mingpt_ddp.snapshots.write.store import SnapshotStore
@@ -91,10 +90,7 @@ def heartbeats(ranks: Ranks) -> list[Count]:
     raising = mock.patch.object(watchdog, "contextlib", SimpleNamespace(**names))
 
     def begin(rank: int) -> None:
-        group = ranks.runtimes[rank].group
-        group.set_activity("training")
-        if rank not in network.held:  # it does not start with the runtime
-            watchdog.Watchdog(group, ProcessExit(), lambda: False)
+        ranks.runtimes[rank].group.set_activity("training")
 
     with network.patched(), raising:
         network.run(begin)

@@ -41,7 +41,7 @@ INSTALLED = Path("/site-packages") / PACKAGE.name  # where a wheel installs it: 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """Give git all the time that it takes on a busy machine."""
-    monkeypatch.setattr(code_identity, "GIT_S", 600)
+    monkeypatch.setattr(code_identity, "GIT_TIMEOUT_S", 600)
 
 
 def git(root: Path, *words: str) -> str:
@@ -139,7 +139,7 @@ def test_a_disk_that_does_not_answer_ends_no_start(monkeypatch):
         answer.wait()
         yield from ()
 
-    monkeypatch.setattr(code_identity, "READ_S", 0.1)
+    monkeypatch.setattr(code_identity, "READ_TIMEOUT_S", 0.1)
     record = start_reading(lost_files())().record
     answer.set()
     assert recorded_code({"code": record}) == record
@@ -310,7 +310,7 @@ def test_without_git_there_are_the_hashes_alone(checkout, tmp_path, monkeypatch)
     program = write(tmp_path, "git", "#!/bin/sh\nexec sleep 600\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.defpath}")
-    monkeypatch.setattr(code_identity, "GIT_S", 0.1)
+    monkeypatch.setattr(code_identity, "GIT_TIMEOUT_S", 0.1)
     code = read(checkout).record
     assert code["commits"] == {} and code["package"]["sha256"]
 
