@@ -152,7 +152,7 @@ def _count_case(device: str, words: list[str], waits: Waits) -> None:
         save._stage()
 
     def decode() -> None:
-        tokenizer = task.dataset.tokenizer
+        tokenizer = task.tokenizer
         generate_text(trainable.model, tokenizer, "", TOKENS, SamplingParams(), seed=0)
 
     work = {

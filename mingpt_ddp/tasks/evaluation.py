@@ -37,7 +37,7 @@ class Evaluation:
         """
         if not isinstance(self.task, LanguageModel):
             raise ConfigError(f"task={self.task.config.task.name} has no tokenizer")
-        return self.task.dataset.tokenizer
+        return self.task.tokenizer
 
     def generate(self, prompt: str, max_new_tokens: int, **sampling: Any) -> str:
         """Return the continuation of a prompt, on every rank; greedy without `temperature`.

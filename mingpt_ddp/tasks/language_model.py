@@ -106,7 +106,7 @@ class LanguageModel(Task):
         for name, text in texts.items():
             self.val_texts[f"val_{name}"] = TextDataset(text, config.data).whole
         group.barrier()  # `discard` deletes new files: let every rank open them first
-        self.shape = self.dataset.tokenizer.vocab_size, config.data.block_size
+        self.shape = self.tokenizer.vocab_size, config.data.block_size
 
     @classmethod
     def build(cls, config: Config, group: ProcessGroup, kept: dict[str, Any]) -> Task:
@@ -124,6 +124,11 @@ class LanguageModel(Task):
         if isinstance(config.data, DataConfig) and "vocabulary" in kept:  # else the text's own
             is_given = config.data.format == "tokens" or config.data.tokenizer != "char"
         return cls(config, group, kept if is_given else None, recorded)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model, which a snapshot keeps."""
+        return self.dataset.tokenizer
 
     def discard(self) -> None:
         self._cache.discard()
@@ -156,7 +161,7 @@ class LanguageModel(Task):
 
     def _unit(self) -> str:
         """Return what the loss is the mean of; the end of a document is no character."""
-        tokenizer = self.dataset.tokenizer
+        tokenizer = self.tokenizer
         return UNITS[tokenizer.name] if tokenizer.end is None else "token"
 
     def data_notes(self) -> list[str]:
@@ -170,7 +175,7 @@ class LanguageModel(Task):
         }
         counts = [f"{len(tokens):,} {name}" for name, tokens in splits.items() if len(tokens)]
         *first, last = counts
-        tokenizer = self.dataset.tokenizer
+        tokenizer = self.tokenizer
         unit = self._unit()
         sizes = f"{', '.join(first)} and {last} {unit}s"
         text = f"{self.config.data.label}: {sizes}, {tokenizer.vocab_size} distinct"
@@ -182,7 +187,7 @@ class LanguageModel(Task):
         text: dict[str, Any] = {"sha256": self.text.sha256, "length": self.text.length}
         if self.text.form != "text":  # as in earlier versions
             text["format"] = self.text.form
-        return {**self.dataset.tokenizer.state(), "text": text}
+        return {**self.tokenizer.state(), "text": text}
 
     def extend(self, state: dict[str, Any]) -> None:
         """Take the tokenizer of the snapshot; characters that it lacks are added at its end.
@@ -191,7 +196,7 @@ class LanguageModel(Task):
             ConfigError: the text was encoded by a tokenizer of another kind.
         """
         known = tokenizer_from_state(state)
-        encoded_by = self.dataset.tokenizer
+        encoded_by = self.tokenizer
         if encoded_by.end is not None:
             known = known.with_end()
         if isinstance(known, CharTokenizer) and isinstance(encoded_by, CharTokenizer):
@@ -208,7 +213,7 @@ class LanguageModel(Task):
         self.shape = (known.vocab_size, self.shape[1])
 
     def files(self) -> dict[str, str]:
-        tokenizer = self.dataset.tokenizer
+        tokenizer = self.tokenizer
         if isinstance(tokenizer, BPETokenizer):
             return {"tokenizer.json": tokenizer.json}
         return {}
@@ -221,7 +226,7 @@ class LanguageModel(Task):
         """
         super().adopt(state, is_other_data)
         known = tokenizer_from_state(state)
-        encoded_by = self.dataset.tokenizer
+        encoded_by = self.tokenizer
         if isinstance(known, CharTokenizer) and isinstance(encoded_by, CharTokenizer):
             known.encode(encoded_by.vocabulary)
         self.extend(state)
@@ -251,13 +256,23 @@ class LanguageModel(Task):
 
     def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Mean]:
         tokens, targets = self.in_ids_of_model(batch)  # each (B, T)
-        logits = model(tokens)  # (B, T, V)
+        return self.measure(model(tokens), targets)
+
+    def measure(self, logits: Tensor, targets: Tensor) -> dict[str, Mean]:
+        """Return what evaluation measures: sums over the batch, each with its number of items.
+
+        A task of your own adds metrics here. They cost no second forward pass.
+
+        Args:
+            logits: Logits of the batch (B, T, V), which the model has computed.
+            targets: Next tokens (B, T), as ids of `self.tokenizer`.
+        """
         n = targets.numel()
         correct = (logits.argmax(dim=-1) == targets).sum()
         nats = cross_entropy(logits, targets).double() * n
         measured: dict[str, Mean] = {"loss": (nats, n), "accuracy": (correct, n)}
 
-        tokenizer = self.dataset.tokenizer
+        tokenizer = self.tokenizer
         if isinstance(tokenizer, NoTokenizer):
             return measured
         if self._lengths is None or self._lengths.tokenizer is not tokenizer:
@@ -286,7 +301,7 @@ class LanguageModel(Task):
 
         Return None on other ranks, and without a tokenizer.
         """
-        tokenizer = self.dataset.tokenizer
+        tokenizer = self.tokenizer
         if isinstance(tokenizer, NoTokenizer):
             return None
         seed = derive_seed("sample", self.config.run.seed, step)
@@ -309,7 +324,8 @@ class LanguageModel(Task):
         name = model_label(self.config.model)
         vocab_size, _ = self.shape
         if not trained:
-            return check_shapes(model, name, vocab_size, tokens, targets)
+            check_shapes(model, name, vocab_size, tokens, targets)
+            return self.check_measured(model, self.trial_batch(batch))
         check_is_causal_lm(model, name, vocab_size, tokens, targets)
         if isinstance(self.config.model, TransformerConfig):  # the trial has no use for it anymore
             draw_weights(model)

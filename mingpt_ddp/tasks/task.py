@@ -232,9 +232,18 @@ class Task:
         name = self.config.task.name
         outputs = outputs_of(self.loss(model, batch))
         check_outputs(f"the task {name}", outputs)
+        check_metrics(name, outputs.losses | outputs.metrics)
+        self.check_measured(model, batch)
+
+    def check_measured(self, model: nn.Module, batch: Any) -> None:
+        """Check what a user's `metrics` returns.
+
+        Raises:
+            CodeError: It does not return pairs by name, or there is no loss.
+        """
+        name = self.config.task.name
         with eval_mode(model), torch.no_grad():
             metrics = self.metrics(model, batch)
-        check_metrics(name, outputs.losses | outputs.metrics)
         is_named = isinstance(metrics, Mapping) and "loss" in metrics
         if not is_named or not all(map(is_pair, metrics.values())):
             raise CodeError(

@@ -68,8 +68,8 @@ def python_docs() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def read_by_user_code(config: DataConfig, source: str) -> Iterator[bytes]:
-    """Yield the pieces of a user's reader as UTF-8.
+def read_by_user_code(config: DataConfig, source: str) -> Iterator[str]:
+    """Yield the strings of a user's reader.
 
     Raises:
         CodeError: The reader raised an exception. The error names its line.
@@ -80,9 +80,10 @@ def read_by_user_code(config: DataConfig, source: str) -> Iterator[bytes]:
         try:
             for piece in BUILDERS["data"][str(config.reader)](config):
                 try:
-                    yield piece.encode()
+                    piece.encode()
                 except (AttributeError, UnicodeEncodeError) as error:
                     raise DataError(f"{name} must yield text: {error}") from error
+                yield piece
         except OSError as error:
             text = "its text" if config.path is None else source
             raise DataError(f"{name} cannot read {text}: {error}") from error

@@ -34,6 +34,7 @@ from mingpt_ddp.data.tokens.token_files import TokenFile, find_tokens
 from mingpt_ddp.errors import DataError, counted
 
 CHUNK_BYTES = HEAD_BYTES
+DOCUMENT_END = b"\xff"  # separates the documents of a user's reader in their hash
 TABLES = {"jsonl": json_table, "csv": csv_table, "parquet": parquet_table}
 
 
@@ -176,7 +177,22 @@ class Text:
         Raises:
             DataError: A file cannot be read. The error names the file and the line, row or byte.
         """
+        if self.config.reader is not None and self.config.end_token:
+            return self._documents_of_reader()
         return self._texts() if self.form == "text" else self._records()
+
+    def _documents_of_reader(self) -> Iterator[TextPiece]:
+        """Yield each string of a user's reader as a document, unless it is empty."""
+        digest = hashlib.sha256()
+        n_documents = 0
+        for document in read_by_user_code(self.config, self.source):
+            if document:
+                n_documents += 1
+                # UTF-8 has no such byte, so other documents have another hash.
+                digest.update(document.encode() + DOCUMENT_END)
+                yield TextPiece(0, n_documents, document + END)
+        self.read_sha256 = digest.hexdigest()
+        self._describe(f", {counted(n_documents, 'document')}")
 
     def _texts(self) -> Iterator[TextPiece]:
         """Yield files of UTF-8, or what a user's reader yields."""
@@ -235,7 +251,7 @@ class Text:
         if raw is None:
             pieces: Iterable[bytes] = [python_docs().encode()]
             if self.config.reader is not None:
-                pieces = read_by_user_code(self.config, where)
+                pieces = (text.encode() for text in read_by_user_code(self.config, where))
             yield from filter(None, pieces)
         else:
             try:
