@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mingpt_ddp.config.builders import BUILDERS
+from mingpt_ddp.config.keys.components import DataConfig
 from mingpt_ddp.data.digests import digest_of
 from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.data.tokenizers.bpe import BPETokenizer, train_bpe
@@ -91,6 +94,27 @@ def test_other_documents_of_the_same_characters_are_another_text(settings, tmp_p
     packed = prepare(replace(config, path=f"tar://**::{tmp_path}/three.tar"))
     assert packed.sha256 == encoded["three"].sha256
     assert packed.tokens_sha256 == encoded["three"].tokens_sha256
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_string_of_a_reader_is_a_document(name, settings, monkeypatch):
+    """Of a filter on rows, for example. Other documents of the same characters are another text."""
+    if name == "bpe":
+        pytest.importorskip("tokenizers")
+    rows = [("en", "to be größer "), ("de", "sein"), ("en", ""), ("en", "or not\n" * 30)]
+
+    def english(config: DataConfig) -> Iterator[str]:
+        yield from (text for lang, text in rows if lang == "en")
+
+    monkeypatch.setitem(BUILDERS["data"], "english", english)
+    size = 270 if name == "bpe" else None
+    config = settings("", reader="english", tokenizer=name, vocab_size=size, end_token=True)
+    encoded = prepare(config)
+    tokenizer = tokenizer_from_state(encoded.tokenizer)
+    documents = [rows[0][1], rows[3][1]]
+    assert documents_of(tokens_of(encoded), tokenizer) == [*documents, ""]
+    rows[:] = [("en", documents[0][:5]), ("en", documents[0][5:] + documents[1])]
+    assert prepare(config).sha256 != encoded.sha256
 
 
 def test_one_text_is_one_document(settings):

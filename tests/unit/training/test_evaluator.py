@@ -18,6 +18,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import build_model
 from mingpt_ddp.process.env import DistEnv
+from mingpt_ddp.tasks import LanguageModel
 from mingpt_ddp.training.evaluation.evaluator import Evaluator, means_of_ranks
 
 torch.set_num_threads(1)  # more threads only slow down tensors this small
@@ -81,6 +82,32 @@ def test_every_character_is_predicted_once(runtime, monkeypatch, length, per_bat
     loss = evaluator(np.arange(length, dtype=np.uint16), runtime).run(model, "val")["loss"]
     assert model.seen == list(range(1, length))
     assert loss == pytest.approx(length / 2)  # the mean of 1 .. length - 1
+
+
+class Thirds(LanguageModel):
+    """A user's task with a metric of its own."""
+
+    def measure(self, logits, targets):
+        third = targets == self.tokenizer.encode("c")[0]
+        return {**super().measure(logits, targets), "thirds": (third.sum(), targets.numel())}
+
+
+def test_a_metric_of_the_logits_costs_no_forward_pass(runtime, monkeypatch):
+    monkeypatch.setattr(dataloader, "TOKENS_PER_BATCH", T)
+    model = build_model(gpt_config(n_layer=1), V, T)
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    tokens = np.arange(5 * T + 1, dtype=np.uint16) % V
+    metrics = {}
+    for kind in (LanguageModel, Thirds):
+        config = from_mapping(configure("trainer.batch_size=1", f"data.block_size={T}"))
+        task = text_task(config, tokens, V)
+        task.__class__ = kind
+        metrics[kind] = Evaluator(task, runtime).run(model, "val")
+        assert len(calls) == len(task.split("val", runtime.device))
+        calls.clear()
+    assert metrics[Thirds].pop("thirds") == np.mean(tokens[1:] == 2)
+    assert metrics[Thirds] == metrics[LanguageModel]
 
 
 @pytest.mark.parametrize("is_first", [True, False])
