@@ -103,7 +103,9 @@ class DataConfig(UserCodeConfig):
         "char", "char, byte, bpe (trained on the training split), or the path of a tokenizer.json"
     )
     end_token: bool = key(
-        False, "end each document, a record or a file of several, with a token of its own"
+        False,
+        "end each document with a token of its own: a record, a file of several, or a piece that a "
+        "reader yields",
     )
     vocab_size: Annotated[int, Field(ge=1, le=1 << 20)] | None = key(
         None,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from multiprocess.ranks import configure
-from tasks import text_task
+from tasks import gpt_config, text_task
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,6 +18,7 @@ from mingpt_ddp.config.keys.schema import DDPConfig
 from mingpt_ddp.data.tokenizers.tokenizer import CharTokenizer
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.errors import CodeError, ConfigError
+from mingpt_ddp.models import build_model
 from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.language_model import LanguageModel
@@ -108,6 +109,19 @@ def test_text(one_thread):
         4,
         5,
     ]
+
+
+def test_what_measure_returns_is_checked_before_training():
+    class Scalar(LanguageModel):
+        def measure(self, logits, targets):
+            return {**super().measure(logits, targets), "largest": logits.max()}
+
+    task = text_task(from_mapping(configure("data.block_size=4")))
+    task.__class__ = Scalar
+    model = build_model(gpt_config(n_layer=1), 8, 4)
+    x = torch.tensor([[0, 1, 2, 3]])
+    with pytest.raises(CodeError, match=r"must return pairs \(sum, number\) by name"):
+        task.check_model(model, (x, x + 1), trained=False)
 
 
 def test_a_task_is_built_with_the_state_that_it_may_keep(monkeypatch):
