@@ -30,7 +30,7 @@ from mingpt_ddp.errors import DataError, UserError
 from mingpt_ddp.storage.lock import LOCK, log_if_long, open_lock
 from mingpt_ddp.storage.storage import atomic_write, read_regular, sync_directory
 
-FORMAT = 5
+FORMAT = 6
 TOKENS, META = "tokens.bin", "meta.json"
 KEPT_SECONDS = 60.0  # a text that took longer to encode stays, even if its run is refused
 LEFTOVER_SECONDS = 86_400.0  # age of an unfinished directory whose process has been killed
