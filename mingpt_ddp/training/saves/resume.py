@@ -12,11 +12,11 @@ from torch.amp import GradScaler
 
 from mingpt_ddp.config.config import Config, flatten, from_mapping, named_keys
 from mingpt_ddp.config.recorded import without_unknown
-from mingpt_ddp.config.validation import NotRegisteredError, build
+from mingpt_ddp.config.validation import NotRegisteredError, build, check
 from mingpt_ddp.data.dataloader import BatchPlan
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError, SnapshotError
-from mingpt_ddp.snapshots.format import Snapshot
+from mingpt_ddp.snapshots.format import MAX_STATE_BYTES, STATE, Snapshot, encode_json
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.state_dict import load_model_state, load_optimizer_state
 from mingpt_ddp.tasks.task import Task, recorded_sha256
@@ -29,6 +29,7 @@ NOT_IN_IDENTITY = ("name", "dropout", "code")  # of model
 # Code counts by its content, wherever it comes from.
 DATA_SOURCE_KEYS = ("data.path", "data.sha256", "data.reader")
 DATA_SHA256 = "the content of the data (SHA-256)"
+PROGRESS_BYTES = 1 << 20  # space in a state.json for what training adds to it
 # What reading an untrusted state may raise.
 INVALID = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, ConfigError)
 
@@ -51,6 +52,22 @@ def snapshot_state(
         "config": task.config.to_dict(),
         "environment": runtime.environment(),
     }
+
+
+def check_state_size(task: Task) -> None:
+    """Refuse a configuration or data whose state.json would be too large for its readers.
+
+    Raises:
+        ConfigError: The state would be too large already at the start.
+    """
+    size = len(encode_json({**task.state(), "config": task.config.to_dict()}))
+    limit = MAX_STATE_BYTES - PROGRESS_BYTES
+    check(
+        size <= limit,
+        f"no snapshot could be read again: {STATE} would begin with {size:,} bytes, of which "
+        f"at most {limit:,} leave room for training; it holds the configuration and what the data "
+        "needs to be read; make one of them smaller",
+    )
 
 
 def restore_newest(manager: SnapshotManager, task: Task, trainable: Trainable) -> TrainState | None:

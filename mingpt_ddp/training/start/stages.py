@@ -31,25 +31,22 @@ from mingpt_ddp.storage.lock import LOCK_WAIT_S
 from mingpt_ddp.storage.run_directory import (
     SCRIPT,
     RunDirectory,
+    check_record,
     difference,
     read_result,
     recorded_config,
 )
 from mingpt_ddp.tasks import build_task
+from mingpt_ddp.tasks.recorded_text import with_recorded_format
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.length import RunLength, check_minutes
 from mingpt_ddp.training.memory import SMALLER, refuse_out_of_memory
-from mingpt_ddp.training.saves.resume import check_state, restore
+from mingpt_ddp.training.saves.resume import check_state, check_state_size, restore
 from mingpt_ddp.training.start.dry_run import check_user_code
 from mingpt_ddp.training.start.first_checks import (
     Recorded,
     read_recorded,
     with_batch_size,
-)
-from mingpt_ddp.training.start.record_checks import (
-    check_canonical_start,
-    check_records,
-    with_recorded_format,
 )
 from mingpt_ddp.training.start.start_log import (
     log_changes,
@@ -197,13 +194,16 @@ def _preflight(inputs: Inputs, recorded: Recorded | None, job: Job) -> None:
     plan = plan_batches(config, group.data_size, kept_size)
 
     def check_source() -> None:
-        check_records(task, job.hydra_files, is_new=recorded is None)
-        if recorded is not None:
+        check_record(config.to_dict(), job.hydra_files)
+        if recorded is None:
+            check_state_size(task)
+        else:
             check_state(recorded.step, recorded.state, task)
         inputs.warm.check(task)
 
     group.run_on_rank_zero(check_source)
-    check_canonical_start(runtime, plan.micro_batch_size, recorded if resumes else None)
+    state = recorded.state if recorded is not None and resumes else None
+    runtime.strategy.check_start(plan.micro_batch_size, state)
     if uses_user_code(config):
         check_user_code(runtime, task, inputs.loader, plan)
 

@@ -26,7 +26,6 @@ from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.registry import register
 from mingpt_ddp.snapshots.state_dict import load_optimizer_state, optimizer_state
 from mingpt_ddp.training.start.dry_run import DryRun, check_parts, check_resumes_exactly
-from mingpt_ddp.training.start.record_checks import with_recorded_format
 
 V, T = 5, 4
 BATCH = (torch.arange(8).view(2, T) % V, torch.arange(1, 9).view(2, T) % V)
@@ -385,41 +384,3 @@ class NeedsGradients(PlainSGD):
 def test_a_missing_gradient_is_named_before_the_optimizer_meets_it(preflight):
     with pytest.raises(ConfigError, match=r"spare.weight, spare.bias .* have no gradient"):
         preflight(Unused, NeedsGradients, ranks=2)
-
-
-@pytest.mark.parametrize(
-    ("state", "expected"),
-    [
-        ({"config": {"data": {"format": "auto"}}}, "auto"),
-        ({"config": {"data": {"format": "text"}}}, "text"),
-        ({"config": {"data": {}}}, "text"),  # of versions without the key
-        ({"config": {"data": {"format": [1]}}}, "text"),  # damaged
-        ({"config": [1]}, "text"),
-        (None, "typed"),
-    ],
-)
-def test_the_format_of_texts_is_the_recorded_one(state, expected, log_lines):
-    for typed in ("auto", "text"):
-        config = from_mapping(configure("data.path=a.txt", f"data.format={typed}"))
-        expected_here = typed if expected == "typed" else expected
-        for keys in (["data.format"], []):
-            log_lines.clear()
-            found = with_recorded_format(config, state, keys)
-            assert found.data.format == expected_here
-            assert len(log_lines) == (bool(keys) and expected_here != typed)
-    samples = from_mapping(configure("data=toy", "task=regression", "model=toy"))
-    assert with_recorded_format(samples, state, []) is samples
-
-
-def test_another_format_of_texts_than_the_recorded_one_is_refused():
-    for recorded, decided in (("auto", "jsonl"), ("jsonl", "jsonl"), ("auto", "text")):
-        text = {} if decided == "text" else {"format": decided}
-        state = {"config": {"data": {"format": recorded}}, "text": text}
-        for typed in ("auto", "text", "jsonl", "csv"):
-            config = from_mapping(configure("data.path=a.txt", f"data.format={typed}"))
-            assert with_recorded_format(config, state, []).data.format == recorded
-            if typed in ("auto", decided):
-                assert with_recorded_format(config, state, ["data.format"]).data.format == recorded
-                continue
-            with pytest.raises(ConfigError, match=f"{typed}: .* with data.format={decided}; leave"):
-                with_recorded_format(config, state, ["data.format"])
