@@ -1,4 +1,4 @@
-"""DryRun steps refuse user code that would not resume exactly, before anything is written."""
+"""Trial steps refuse user code that would not resume exactly, before anything is written."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.config.keys.model_config import ModelConfig
 from mingpt_ddp.config.keys.optimizer_config import AdamWConfig
 from mingpt_ddp.config.keys.schema import GROUPS
-from mingpt_ddp.data.dataloader import MicroBatch
+from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.registry import register
 from mingpt_ddp.snapshots.state_dict import load_optimizer_state, optimizer_state
-from mingpt_ddp.training.start.dry_run import DryRun, check_parts, check_resumes_exactly
+from mingpt_ddp.training.dry_run.trial_run import DryRun
+from mingpt_ddp.training.dry_run.user_code import check_parts, check_resumes_exactly
 
 V, T = 5, 4
 BATCH = (torch.arange(8).view(2, T) % V, torch.arange(1, 9).view(2, T) % V)
@@ -60,10 +61,12 @@ def preflight(config, runtime, monkeypatch):
             chosen = replace(chosen, optimizer=replace(chosen.optimizer, name="own"))
         monkeypatch.setattr(runtime.group, "world_size", ranks)
         micro_batches = [MicroBatch(index, BATCH) for index in range(3)]
-        loader = SimpleNamespace(steps_per_epoch=1, items_per_step=1)
+        loader = SimpleNamespace(
+            steps_per_epoch=1, items_per_step=1, get_batch=lambda *_: micro_batches
+        )
         task = text_task(chosen, vocab_size=V)
-        trial = DryRun(runtime, task, loader)
-        check_resumes_exactly(trial, micro_batches, check_parts(trial, micro_batches))
+        dry_run = DryRun(runtime, task, loader, BatchPlan(6, 2, 1))
+        check_resumes_exactly(dry_run, check_parts(dry_run))
 
     return run
 
