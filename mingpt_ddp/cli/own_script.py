@@ -6,6 +6,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from mingpt_ddp.cli.command_line import prepare_command_line
 from mingpt_ddp.cli.hydra_callbacks import started_sweep
 from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.compose import resolve as from_hydra
@@ -15,8 +16,7 @@ from mingpt_ddp.errors import ConfigError, UserError
 from mingpt_ddp.process.env import read_env, take_caller
 from mingpt_ddp.process.root_cause import exit_with
 from mingpt_ddp.process.terminal import echo
-from mingpt_ddp.training.start.checked_job import checked_job
-from mingpt_ddp.training.start.command_line import prepare_command_line
+from mingpt_ddp.training.checked_job import checked_job
 
 
 def resolve(words: Sequence[str] | None = None) -> Job:

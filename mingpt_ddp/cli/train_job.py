@@ -15,6 +15,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from mingpt_ddp.cli.command_line import prepare_command_line
 from mingpt_ddp.cli.hydra_callbacks import started_sweep
 from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.compose.hydra_errors import explain
@@ -39,9 +40,8 @@ from mingpt_ddp.process.root_cause import ProcessExit, exit_with, failed
 from mingpt_ddp.process.signals import SignalHandler
 from mingpt_ddp.process.terminal import echo, escape_what_streams_cannot_encode
 from mingpt_ddp.storage.urls import check_text
+from mingpt_ddp.training.checked_job import checked_job
 from mingpt_ddp.training.run_job import SingleRun, run_job
-from mingpt_ddp.training.start.checked_job import checked_job
-from mingpt_ddp.training.start.command_line import prepare_command_line
 
 log = logging.getLogger(__name__)
 

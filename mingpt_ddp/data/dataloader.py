@@ -6,7 +6,7 @@ Shapes: B sequences, T = block_size tokens, N windows of several steps.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.job import run_name
 from mingpt_ddp.data.rng import Ints, derive_seed, feistel_permute
 from mingpt_ddp.data.tokens.shards import Shards
 from mingpt_ddp.errors import ConfigError, DataError
@@ -56,6 +57,21 @@ class BatchPlan:
     def indices_for_rank(self, rank: int) -> range:
         """Return the micro-batches of a rank: index j runs on rank j mod world size."""
         return range(rank, self.n_micro, self.world_size)
+
+
+def with_batch_size(config: Config, world_size: int, recorded: int | None) -> Config:
+    """Return the configuration with `batch_size` for `batch_size_per_rank`. The run keeps its name.
+
+    Args:
+        recorded: Batch size in the snapshot to resume. It stays as it was at the first start.
+    """
+    per_rank = config.trainer.batch_size_per_rank
+    if per_rank is None:
+        return config
+    trainer = replace(
+        config.trainer, batch_size=recorded or per_rank * world_size, batch_size_per_rank=None
+    )
+    return replace(config, run=replace(config.run, name=run_name(config)), trainer=trainer)
 
 
 def plan_batches(config: Config, world_size: int, kept: int | None = None) -> BatchPlan:

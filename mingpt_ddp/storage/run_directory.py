@@ -18,7 +18,7 @@ from mingpt_ddp.storage.lease import Lease
 from mingpt_ddp.storage.lock import LOCK, LOCK_WAIT_S, acquire_lock, is_lock_of
 from mingpt_ddp.storage.remote.remote import RemoteStorage
 from mingpt_ddp.storage.storage import Storage, atomic_write, read_regular
-from mingpt_ddp.storage.yaml_and_json import dump_json, dump_yaml, read_json, read_yaml
+from mingpt_ddp.storage.yaml_and_json import dump_json, dump_yaml, load_yaml, read_json, read_yaml
 
 RESULT = "result.json"
 SCRIPT = "script.py"  # copy of a user's script whose own loop trains the run
@@ -214,6 +214,26 @@ class RunDirectory:
         """Write result.json."""
         self.check()
         _write(self.path / RESULT, dump_json(result, indent=2))
+
+
+def check_record(config: dict[str, Any], hydra_files: Mapping[str, str]) -> None:
+    """Refuse a configuration that could not be read again once `record_start` has written it.
+
+    Args:
+        hydra_files: Content of `.hydra/` by file name.
+
+    Raises:
+        ConfigError: The configuration is too large for its readers.
+    """
+    try:
+        dump_yaml(config)
+        for content in hydra_files.values():
+            load_yaml(content)
+    except ValueError as error:
+        raise ConfigError(
+            f"the recorded configuration could not be read again: {error}; shorten it, as by a "
+            "directory instead of its files"
+        ) from error
 
 
 def refuse_own_loop(directory: Path) -> None:

@@ -3,18 +3,17 @@
 Shapes: B sequences, T tokens, V = vocab_size.
 """
 
-import contextlib
 import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.config.keys.components import DataConfig, Form
+from mingpt_ddp.config.keys.components import DataConfig
 from mingpt_ddp.config.keys.model_config import TransformerConfig, model_label
 from mingpt_ddp.config.validation import build
 from mingpt_ddp.data.dataloader import TokenLoader, TokenSplit
@@ -35,7 +34,8 @@ from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.inference.generate import SamplingParams, generate_text
 from mingpt_ddp.models.ops import cross_entropy
 from mingpt_ddp.tasks.causality import check_is_causal_lm, check_shapes, draw_weights
-from mingpt_ddp.tasks.task import Mean, Task, recorded_sha256
+from mingpt_ddp.tasks.recorded_text import recorded_text
+from mingpt_ddp.tasks.task import Mean, Task
 
 log = logging.getLogger(__name__)
 
@@ -111,19 +111,10 @@ class LanguageModel(Task):
     @classmethod
     def build(cls, config: Config, group: ProcessGroup, kept: dict[str, Any]) -> Task:
         """Keep a tokenizer that was trained or given: the source may be gone."""
-        recorded = None
-        with contextlib.suppress(AttributeError, LookupError, TypeError):  # weights without a text
-            form = kept["text"].get("format", "text")
-            if form not in get_args(Form):
-                raise SnapshotError(
-                    f"the snapshot has a text of format {str(form)[:100]!r}, which this version "
-                    "does not know; resume it with the version that has written it"
-                )
-            recorded = RecordedText(recorded_sha256(kept), form)
         is_given = "tokenizer" in kept
         if isinstance(config.data, DataConfig) and "vocabulary" in kept:  # else the text's own
             is_given = config.data.format == "tokens" or config.data.tokenizer != "char"
-        return cls(config, group, kept if is_given else None, recorded)
+        return cls(config, group, kept if is_given else None, recorded_text(kept))
 
     @property
     def tokenizer(self) -> Tokenizer:

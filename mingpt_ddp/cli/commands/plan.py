@@ -23,6 +23,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from mingpt_ddp.cli.arguments import answer, human_size, parse_value
+from mingpt_ddp.cli.command_line import prepare_command_line
 from mingpt_ddp.config.builders import attribute_errors_to_user_code
 from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.compose.hydra_errors import explain
@@ -36,8 +37,7 @@ from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.process.exit import exit_process
 from mingpt_ddp.process.root_cause import cli_errors
 from mingpt_ddp.process.terminal import echo
-from mingpt_ddp.training.start.checked_job import checked_job
-from mingpt_ddp.training.start.command_line import prepare_command_line
+from mingpt_ddp.training.checked_job import checked_job
 
 FORMATS = ("text", "json")
 OWN_KEYS = ("format", "device", "nodes", "network_gbps", "vocab_size")

@@ -69,6 +69,17 @@ class Strategy:
         # the first pass compiles, the second one records CUDA graphs
         self.warmup_passes = WARMUP_PASSES + 1 if compiles else 0
 
+    def check_start(self, micro_batch_size: int, recorded: Mapping[str, Any] | None) -> None:
+        """Refuse a start that would change the bits of a run that promises them. A collective.
+
+        Args:
+            recorded: The state.json of the snapshot that the run resumes from. It is untrusted
+                except for `micro_batch_size`. None if there is no snapshot.
+
+        Raises:
+            ConfigError: It names the setting to change.
+        """
+
     # The model.
 
     def check_model(self, model: nn.Module) -> None:

@@ -6,7 +6,8 @@ rank.
 """
 
 import time
-from typing import final
+from collections.abc import Mapping
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +82,29 @@ class CanonicalStrategy(Strategy):
         self._first_buffers: list[Tensor] = []  # copies from before the first step
         self._micro_batches = 0  # number in a step, over all ranks
         self._rounds = 0  # number of rounds that have begun in this step
+
+    def check_start(self, micro_batch_size: int, recorded: Mapping[str, Any] | None) -> None:
+        threads = self.group.all_gather(torch.get_num_threads())
+        if len({*threads}) > 1:
+            raise ConfigError(
+                f"ddp.reduction=canonical needs as many threads on every rank, not {threads}; set "
+                "OMP_NUM_THREADS"
+            )
+        if recorded is None:
+            return
+        environment = recorded.get("environment")
+        if not isinstance(environment, dict) or environment.get("reduction") != "canonical":
+            return
+        settings = {
+            "trainer.micro_batch_size": (recorded["micro_batch_size"], micro_batch_size),
+            "OMP_NUM_THREADS": (environment.get("threads"), threads[0]),
+        }
+        for name, (before, now) in settings.items():
+            if before != now:
+                raise ConfigError(
+                    f"{name}={now} would change the bits of a run with ddp.reduction=canonical; "
+                    f"set {name}={str(before)[:20]}, or ddp.reduction=fast"
+                )
 
     def check_model(self, model: nn.Module) -> None:
         super().check_model(model)

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mingpt_ddp.data.tokenizers.tokenizer import NoTokenizer, Tokenizer
 from mingpt_ddp.errors import SnapshotError
@@ -160,55 +159,3 @@ def _one_line(url: str) -> Iterator[None]:
 def _read_tensors(storage: Storage) -> dict[str, Tensor]:
     check_memory(MODEL, storage.size(MODEL) or 0)
     return decode({MODEL: storage.read(MODEL)})
-
-
-def check_initial_weights(
-    model: nn.Module, tensors: dict[str, Any], resized: set[tuple[Any, Any]]
-) -> None:
-    """Check that `load_initial_weights` can copy the weights into a model.
-
-    Args:
-        model: The model. It may be on the meta device.
-        resized: Pairs of numbers of rows, of the weights and of the model, that may differ.
-
-    Raises:
-        SnapshotError: Names, other shapes or types of numbers differ, or a value is not finite.
-    """
-    expected = model.state_dict()
-    wrong = sorted(expected.keys() ^ tensors.keys())
-    for name in sorted(expected.keys() & tensors.keys()):
-        tensor = tensors[name]
-        theirs = tuple(tensor.shape)
-        shape = tuple(expected[name].shape)
-        may_differ = theirs[1:] == shape[1:] and (*theirs[:1], *shape[:1]) in resized
-        if theirs != shape and not may_differ:
-            wrong.append(f"{name} {theirs} for {shape}")
-        elif tensor.is_floating_point() != expected[name].is_floating_point():
-            kind = str(tensor.dtype).removeprefix("torch.")
-            wrong.append(f"{name} in {kind}")
-    if wrong:
-        raise SnapshotError(
-            f"the weights of run.init_from do not fit the model: {', '.join(wrong[:3])}"
-        )
-    for name, tensor in tensors.items():
-        if not torch.isfinite(tensor.to(expected[name].dtype)).all():
-            raise SnapshotError(
-                f"the weights of run.init_from cannot be used: {name} has values that are "
-                "not finite"
-            )
-
-
-@torch.no_grad()
-def load_initial_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Copy weights that have been checked into a model.
-
-    The model keeps its own rows for added tokens. Weights for positions beyond its context are
-    dropped.
-    """
-    for name, tensor in model.state_dict().items():
-        loaded = tensors[name]
-        if tensor.dim() == 0:
-            tensor.copy_(loaded)
-            continue
-        rows = min(len(tensor), len(loaded))
-        tensor[:rows] = loaded[:rows]

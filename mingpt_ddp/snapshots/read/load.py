@@ -67,6 +67,29 @@ def refuse_other_location(store: SnapshotStore, directory: Path) -> None:
             )
 
 
+def snapshot_to_resume(
+    store: SnapshotStore, directory: Path, source: str | None, kinds: Sequence[str] = ()
+) -> Snapshot | None:
+    """Read the state of the snapshot that a run resumes from. Return None if there is none.
+
+    Args:
+        store: Store of the run's snapshots.
+        directory: Directory of the run.
+        source: As `RunConfig.source`.
+        kinds: Kinds of tensors to read from `source`, because they may be damaged.
+
+    Raises:
+        SnapshotError: The snapshot has the format of another version, or is elsewhere.
+        StorageUnavailableError: The store does not respond.
+    """
+    if newest := store.newest_state():
+        return newest
+    if source:
+        return load(source, kinds)
+    refuse_other_location(store, directory)
+    return None
+
+
 def step_in(url: str) -> tuple[SnapshotStore, int] | None:
     """Return the store and the step if the URL names one snapshot."""
     parent, _, last = url.rstrip("/").rpartition("/")

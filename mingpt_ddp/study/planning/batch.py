@@ -4,13 +4,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.data.dataloader import plan_batches
+from mingpt_ddp.data.dataloader import plan_batches, with_batch_size
 from mingpt_ddp.distributed.group.process_group import check_ranks
 from mingpt_ddp.distributed.strategies import check_strategy
 from mingpt_ddp.distributed.strategies.tensor_split import check_tensor_parallel
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.optim.lr_schedule import scale_lr
-from mingpt_ddp.training.start.first_checks import with_batch_size
 
 
 @dataclass(frozen=True)

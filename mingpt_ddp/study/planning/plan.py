@@ -16,7 +16,7 @@ import torch
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.job import Job
 from mingpt_ddp.config.validation import check
-from mingpt_ddp.data.dataloader import Loader, SupportsResidence
+from mingpt_ddp.data.dataloader import Loader, SupportsResidence, with_batch_size
 from mingpt_ddp.distributed.device.compile import allows_compile, should_compile
 from mingpt_ddp.distributed.device.device import device_name, total_memory
 from mingpt_ddp.distributed.device.machine import threads_per_worker
@@ -28,6 +28,8 @@ from mingpt_ddp.metrics.gpus import GPUS, Machine
 from mingpt_ddp.metrics.mfu import peak_flops_of, vendor_peak_flops
 from mingpt_ddp.models.ops import DTYPES, resolve_device
 from mingpt_ddp.process.env import DistEnv
+from mingpt_ddp.snapshots.read.load import snapshot_to_resume
+from mingpt_ddp.snapshots.read.warm_start import WarmStart, warm_start
 from mingpt_ddp.study.planning.batch import BatchOnRanks, divide_batch, ranks_row
 from mingpt_ddp.study.planning.doubts import find_doubts
 from mingpt_ddp.study.planning.measured import Measured, measure
@@ -36,9 +38,7 @@ from mingpt_ddp.study.planning.strategies import STRATEGIES, Devices, Footprint
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.length import check_minutes, known_length
-from mingpt_ddp.training.start.first_checks import newest_snapshot, with_batch_size
 from mingpt_ddp.training.start.stages import snapshot_store
-from mingpt_ddp.training.start.warm_start import WarmStart, warm_start
 
 WORLD_SIZES = (1, 2, 4, 8)
 
@@ -71,7 +71,7 @@ def make_plan(
     task = build_task(_alone(config) if runtime else config, group, warm.state)
     with task.discarded_if_refused():
         if vocab_size is None:
-            warm.check(task)
+            warm.check(task.build_model, task.shape)
         else:
             task.set_outputs(vocab_size)
         check_minutes(config)
@@ -164,7 +164,7 @@ def _warm_start(job: Job, group: ProcessGroup) -> WarmStart:
     newest = None
     if config.run.init_from is not None:
         directory = job.directory
-        newest = newest_snapshot(snapshot_store(config, directory), directory, config.run.source)
+        newest = snapshot_to_resume(snapshot_store(config, directory), directory, config.run.source)
     return warm_start(config, newest and newest.state, job.command_line_keys, group)
 
 

@@ -31,8 +31,8 @@ from mingpt_ddp.study.sweeps.scheduler import Scheduler
 from mingpt_ddp.study.sweeps.script_job import run_script
 from mingpt_ddp.study.sweeps.sources import Source
 from mingpt_ddp.study.sweeps.sweep import Sweep
+from mingpt_ddp.training.checked_job import checked_job
 from mingpt_ddp.training.run_job import run_job
-from mingpt_ddp.training.start.checked_job import checked_job
 
 log = logging.getLogger(__name__)
 

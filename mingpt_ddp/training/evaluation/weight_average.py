@@ -10,9 +10,26 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models.dtensor import local_tensor
 from mingpt_ddp.snapshots.state_dict import model_state
 from mingpt_ddp.torch_internals import for_each
+
+MIN_AVERAGED_BYTES = 4  # per number: 16 bits do not resolve the small steps of an average
+
+
+def check_averaged(model: nn.Module, decay: float) -> None:
+    """Refuse a model with parameters that cannot be averaged.
+
+    Args:
+        decay: Value of trainer.ema.
+
+    Raises:
+        ConfigError: The message names the parameter.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.dtype.itemsize < MIN_AVERAGED_BYTES:
+            raise ConfigError(f"trainer.ema={decay} needs {name} in fp32; average it in your model")
 
 
 class WeightAverage:

@@ -17,6 +17,7 @@ from mingpt_ddp.config.user_code import check_takes
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.group.json_collectives import refuse_other_names
 from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.models import eval_mode
 from mingpt_ddp.models.dtensor import local_tensor
@@ -317,3 +318,18 @@ class Actions:
             self.watch(event, action, values, means)
         group.set_activity(before["activity"], before["waiting"])
         return metrics
+
+
+def refuse_divided_state(strategy: Strategy) -> None:
+    """Refuse hooks with state if no rank holds all weights.
+
+    Raises:
+        ConfigError: The message names a hook.
+    """
+    for key, registered in BUILDERS["action"].items():
+        action = Action(key.split()[0], registered, registered)
+        if action.has_state and strategy.weights != "whole":
+            raise ConfigError(
+                f"{action.label} has state, which needs all weights on every rank; use a function, "
+                "or ddp.strategy=ddp or zero1"
+            )

@@ -1,24 +1,28 @@
-"""The train state in a snapshot, and whether a run can resume from one."""
+"""The state of a run in a snapshot: what is saved, read, and compared before a run resumes."""
 
 import contextlib
 import logging
 import math
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch.amp import GradScaler
 
 from mingpt_ddp.config.config import Config, flatten, from_mapping, named_keys
 from mingpt_ddp.config.recorded import without_unknown
-from mingpt_ddp.config.validation import NotRegisteredError, build
+from mingpt_ddp.config.validation import NotRegisteredError, build, check
 from mingpt_ddp.data.dataloader import BatchPlan
+from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError, SnapshotError
-from mingpt_ddp.snapshots.format import Snapshot
+from mingpt_ddp.snapshots.format import KINDS, MAX_STATE_BYTES, STATE, Snapshot, encode_json
 from mingpt_ddp.snapshots.manager import SnapshotManager
+from mingpt_ddp.snapshots.read.load import snapshot_to_resume
 from mingpt_ddp.snapshots.state_dict import load_model_state, load_optimizer_state
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.tasks.task import Task, recorded_sha256
 from mingpt_ddp.training.train_state import OF_METRICS, TrainState
 from mingpt_ddp.training.trainable import Trainable
@@ -29,6 +33,7 @@ NOT_IN_IDENTITY = ("name", "dropout", "code")  # of model
 # Code counts by its content, wherever it comes from.
 DATA_SOURCE_KEYS = ("data.path", "data.sha256", "data.reader")
 DATA_SHA256 = "the content of the data (SHA-256)"
+PROGRESS_BYTES = 1 << 20  # space in a state.json for what training adds to it
 # What reading an untrusted state may raise.
 INVALID = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, ConfigError)
 
@@ -51,6 +56,22 @@ def snapshot_state(
         "config": task.config.to_dict(),
         "environment": runtime.environment(),
     }
+
+
+def check_state_size(task: Task) -> None:
+    """Refuse a configuration or data whose state.json would be too large for its readers.
+
+    Raises:
+        ConfigError: The state would be too large already at the start.
+    """
+    size = len(encode_json({**task.state(), "config": task.config.to_dict()}))
+    limit = MAX_STATE_BYTES - PROGRESS_BYTES
+    check(
+        size <= limit,
+        f"no snapshot could be read again: {STATE} would begin with {size:,} bytes, of which "
+        f"at most {limit:,} leave room for training; it holds the configuration and what the data "
+        "needs to be read; make one of them smaller",
+    )
 
 
 def restore_newest(manager: SnapshotManager, task: Task, trainable: Trainable) -> TrainState | None:
@@ -111,6 +132,61 @@ def _decode(value: Any) -> Any:
     return float(value) if value in ("nan", "inf", "-inf") else value
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """The records of the snapshot that a run resumes from, without its tensors."""
+
+    step: int
+    state: dict[str, Any]  # content of state.json; only what the properties return is checked
+
+    @property
+    def batch_size(self) -> int:
+        return int(self.state["config"]["trainer"]["batch_size"])
+
+    @property
+    def micro_batch_size(self) -> int:
+        return int(self.state["micro_batch_size"])
+
+    @property
+    def train_state(self) -> TrainState:
+        return read_train_state(self.state)
+
+
+def read_recorded(
+    store: SnapshotStore, directory: Path, source: str | None, group: ProcessGroup
+) -> Recorded | None:
+    """Read the records of the snapshot that the run resumes from. Return None if there is none.
+
+    A collective. Arguments and errors are those of `snapshot_to_resume`.
+
+    Raises:
+        SnapshotError: The records have an invalid batch size or train state.
+    """
+
+    def read() -> dict[str, Any] | None:
+        newest = snapshot_to_resume(store, directory, source, KINDS)
+        if newest is None:
+            return None
+        try:
+            sizes = (
+                newest.state["config"]["trainer"]["batch_size"],
+                newest.state["micro_batch_size"],
+            )
+            if not all(type(size) is int and size > 0 for size in sizes):
+                raise ValueError(f"batches of {sizes[0]} and {sizes[1]}")
+            read_train_state(newest.state)
+        except INVALID as error:
+            raise _invalid_state(newest.step, error) from error
+        return {"step": newest.step, "state": newest.state}
+
+    values = group.run_on_rank_zero(read)
+    return None if values is None else Recorded(**values)
+
+
+def _invalid_state(step: int, error: Exception) -> SnapshotError:
+    return SnapshotError(f"the snapshot of step {step} has an invalid state: {str(error)[:300]}")
+
+
 def check_state(step: int, state: Any, task: Task) -> None:
     """Refuse a snapshot that this run cannot resume from.
 
@@ -124,9 +200,7 @@ def check_state(step: int, state: Any, task: Task) -> None:
     try:
         old = _recorded_settings(step, state, config)
     except INVALID as error:
-        raise SnapshotError(
-            f"the snapshot of step {step} has an invalid state: {str(error)[:300]}"
-        ) from error
+        raise _invalid_state(step, error) from error
     new = flatten(config.to_dict())
     new[DATA_SHA256] = task.sha256[:16]
     differences = []

@@ -15,7 +15,7 @@ from mingpt_ddp.config.builders import chosen_sha256
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.job import Job
 from mingpt_ddp.config.user_code import uses_user_code
-from mingpt_ddp.data.dataloader import Loader, plan_batches
+from mingpt_ddp.data.dataloader import Loader, plan_batches, with_batch_size
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
@@ -25,31 +25,30 @@ from mingpt_ddp.metrics.trackers.sending import Sender, open_senders
 from mingpt_ddp.process import logs
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.manager import SnapshotManager
+from mingpt_ddp.snapshots.read.warm_start import WarmStart, warm_start
 from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.storage.code_identity import Code, recorded_code
 from mingpt_ddp.storage.lock import LOCK_WAIT_S
 from mingpt_ddp.storage.run_directory import (
     SCRIPT,
     RunDirectory,
+    check_record,
     difference,
     read_result,
     recorded_config,
 )
 from mingpt_ddp.tasks import build_task
+from mingpt_ddp.tasks.recorded_text import with_recorded_format
 from mingpt_ddp.tasks.task import Task
+from mingpt_ddp.training.dry_run.user_code import check_user_code
 from mingpt_ddp.training.length import RunLength, check_minutes
 from mingpt_ddp.training.memory import SMALLER, refuse_out_of_memory
-from mingpt_ddp.training.saves.resume import check_state, restore
-from mingpt_ddp.training.start.dry_run import check_user_code
-from mingpt_ddp.training.start.first_checks import (
+from mingpt_ddp.training.saves.resume import (
     Recorded,
+    check_state,
+    check_state_size,
     read_recorded,
-    with_batch_size,
-)
-from mingpt_ddp.training.start.record_checks import (
-    check_canonical_start,
-    check_records,
-    with_recorded_format,
+    restore,
 )
 from mingpt_ddp.training.start.start_log import (
     log_changes,
@@ -58,7 +57,6 @@ from mingpt_ddp.training.start.start_log import (
     warn_of_lost_snapshots,
     warn_of_unused_changes,
 )
-from mingpt_ddp.training.start.warm_start import WarmStart, warm_start
 from mingpt_ddp.training.train_state import (
     TrainState,
     has_stopped_early,
@@ -197,13 +195,16 @@ def _preflight(inputs: Inputs, recorded: Recorded | None, job: Job) -> None:
     plan = plan_batches(config, group.data_size, kept_size)
 
     def check_source() -> None:
-        check_records(task, job.hydra_files, is_new=recorded is None)
-        if recorded is not None:
+        check_record(config.to_dict(), job.hydra_files)
+        if recorded is None:
+            check_state_size(task)
+        else:
             check_state(recorded.step, recorded.state, task)
-        inputs.warm.check(task)
+        inputs.warm.check(task.build_model, task.shape)
 
     group.run_on_rank_zero(check_source)
-    check_canonical_start(runtime, plan.micro_batch_size, recorded if resumes else None)
+    state = recorded.state if recorded is not None and resumes else None
+    runtime.strategy.check_start(plan.micro_batch_size, state)
     if uses_user_code(config):
         check_user_code(runtime, task, inputs.loader, plan)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Annotated, Any, NamedTuple
 
 import pytest
@@ -18,7 +19,7 @@ from mingpt_ddp.config.builders import BUILDERS, register, run_code
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.config.keys.model_config import PARTS, PartConfig, changed_parts
 from mingpt_ddp.config.user_code import uses_user_code
-from mingpt_ddp.data.dataloader import MicroBatch
+from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
 from mingpt_ddp.distributed.device.compile import should_compile
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies.tensor_split import check_tensor_parallel
@@ -28,7 +29,8 @@ from mingpt_ddp.models import build_model, has_cache, has_graph_step
 from mingpt_ddp.parts import Attention, RotaryAttention, causal_attention
 from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.tasks.causality import check_is_causal_lm
-from mingpt_ddp.training.start.dry_run import DryRun, check_parts, check_resumes_exactly
+from mingpt_ddp.training.dry_run.trial_run import DryRun
+from mingpt_ddp.training.dry_run.user_code import check_parts, check_resumes_exactly
 
 T, V = 16, 11
 CHOICES = [
@@ -266,10 +268,12 @@ def test_a_name_at_its_default_renames_no_run():
 def preflight(*overrides: str, model: str = "gpt_nano") -> None:
     chosen = config(*overrides, "trainer.batch_size=2", model=model)
     runtime = Runtime(chosen, DistEnv())
-    loader: Any = type("Loader", (), {"steps_per_epoch": 1000, "items_per_step": 1})
     batch = [MicroBatch(0, (tokens(), tokens().flip(1)))]
-    trial = DryRun(runtime, text_task(chosen, vocab_size=V), loader)
-    check_resumes_exactly(trial, batch, check_parts(trial, batch))
+    loader: Any = SimpleNamespace(
+        steps_per_epoch=1000, items_per_step=1, get_batch=lambda *_: batch
+    )
+    dry_run = DryRun(runtime, text_task(chosen, vocab_size=V), loader, BatchPlan(2, 2, 1))
+    check_resumes_exactly(dry_run, check_parts(dry_run))
 
 
 class Whole(Attention):

@@ -15,15 +15,16 @@ from torch import Tensor
 from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.config.job import Job
-from mingpt_ddp.data.dataloader import MicroBatch
+from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.snapshots.hook_state import unpack_states
 from mingpt_ddp.snapshots.read.load import load
+from mingpt_ddp.training.dry_run.trial_run import DryRun
+from mingpt_ddp.training.dry_run.user_code import check_parts, check_resumes_exactly
 from mingpt_ddp.training.hooks.actions import Actions
 from mingpt_ddp.training.run import train_run
-from mingpt_ddp.training.start.dry_run import DryRun, check_parts, check_resumes_exactly
 
 SETTINGS = ["model=gpt_nano", "trainer.device=cpu", "trainer.max_epochs=null"]
 LIMITS = ["trainer.max_steps=12", "snapshot.every_steps=4", "trainer.eval_every=4"]
@@ -279,6 +280,6 @@ def preflight(runtime: Runtime) -> None:
     task.metrics = lambda model, batch: metrics(model, batch) | {"accuracy": (1, 2)}
     tokens = torch.arange(2 * CONFIG.data.block_size).view(2, -1) % 8
     batch = [MicroBatch(index, (tokens, tokens.roll(-1, 1))) for index in range(2)]
-    loader: Any = SimpleNamespace(steps_per_epoch=1, items_per_step=1)
-    trial = DryRun(runtime, task, loader)
-    check_resumes_exactly(trial, batch, check_parts(trial, batch))
+    loader: Any = SimpleNamespace(steps_per_epoch=1, items_per_step=1, get_batch=lambda *_: batch)
+    dry_run = DryRun(runtime, task, loader, BatchPlan(4, 2, 1))
+    check_resumes_exactly(dry_run, check_parts(dry_run))

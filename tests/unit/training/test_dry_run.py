@@ -1,4 +1,4 @@
-"""DryRun steps refuse user code that would not resume exactly, before anything is written."""
+"""Trial steps refuse user code that would not resume exactly, before anything is written."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.config.keys.model_config import ModelConfig
 from mingpt_ddp.config.keys.optimizer_config import AdamWConfig
 from mingpt_ddp.config.keys.schema import GROUPS
-from mingpt_ddp.data.dataloader import MicroBatch
+from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.registry import register
 from mingpt_ddp.snapshots.state_dict import load_optimizer_state, optimizer_state
-from mingpt_ddp.training.start.dry_run import DryRun, check_parts, check_resumes_exactly
-from mingpt_ddp.training.start.record_checks import with_recorded_format
+from mingpt_ddp.training.dry_run.trial_run import DryRun
+from mingpt_ddp.training.dry_run.user_code import check_parts, check_resumes_exactly
 
 V, T = 5, 4
 BATCH = (torch.arange(8).view(2, T) % V, torch.arange(1, 9).view(2, T) % V)
@@ -61,10 +61,12 @@ def preflight(config, runtime, monkeypatch):
             chosen = replace(chosen, optimizer=replace(chosen.optimizer, name="own"))
         monkeypatch.setattr(runtime.group, "world_size", ranks)
         micro_batches = [MicroBatch(index, BATCH) for index in range(3)]
-        loader = SimpleNamespace(steps_per_epoch=1, items_per_step=1)
+        loader = SimpleNamespace(
+            steps_per_epoch=1, items_per_step=1, get_batch=lambda *_: micro_batches
+        )
         task = text_task(chosen, vocab_size=V)
-        trial = DryRun(runtime, task, loader)
-        check_resumes_exactly(trial, micro_batches, check_parts(trial, micro_batches))
+        dry_run = DryRun(runtime, task, loader, BatchPlan(6, 2, 1))
+        check_resumes_exactly(dry_run, check_parts(dry_run))
 
     return run
 
@@ -385,41 +387,3 @@ class NeedsGradients(PlainSGD):
 def test_a_missing_gradient_is_named_before_the_optimizer_meets_it(preflight):
     with pytest.raises(ConfigError, match=r"spare.weight, spare.bias .* have no gradient"):
         preflight(Unused, NeedsGradients, ranks=2)
-
-
-@pytest.mark.parametrize(
-    ("state", "expected"),
-    [
-        ({"config": {"data": {"format": "auto"}}}, "auto"),
-        ({"config": {"data": {"format": "text"}}}, "text"),
-        ({"config": {"data": {}}}, "text"),  # of versions without the key
-        ({"config": {"data": {"format": [1]}}}, "text"),  # damaged
-        ({"config": [1]}, "text"),
-        (None, "typed"),
-    ],
-)
-def test_the_format_of_texts_is_the_recorded_one(state, expected, log_lines):
-    for typed in ("auto", "text"):
-        config = from_mapping(configure("data.path=a.txt", f"data.format={typed}"))
-        expected_here = typed if expected == "typed" else expected
-        for keys in (["data.format"], []):
-            log_lines.clear()
-            found = with_recorded_format(config, state, keys)
-            assert found.data.format == expected_here
-            assert len(log_lines) == (bool(keys) and expected_here != typed)
-    samples = from_mapping(configure("data=toy", "task=regression", "model=toy"))
-    assert with_recorded_format(samples, state, []) is samples
-
-
-def test_another_format_of_texts_than_the_recorded_one_is_refused():
-    for recorded, decided in (("auto", "jsonl"), ("jsonl", "jsonl"), ("auto", "text")):
-        text = {} if decided == "text" else {"format": decided}
-        state = {"config": {"data": {"format": recorded}}, "text": text}
-        for typed in ("auto", "text", "jsonl", "csv"):
-            config = from_mapping(configure("data.path=a.txt", f"data.format={typed}"))
-            assert with_recorded_format(config, state, []).data.format == recorded
-            if typed in ("auto", decided):
-                assert with_recorded_format(config, state, ["data.format"]).data.format == recorded
-                continue
-            with pytest.raises(ConfigError, match=f"{typed}: .* with data.format={decided}; leave"):
-                with_recorded_format(config, state, ["data.format"])

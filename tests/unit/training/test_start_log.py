@@ -24,7 +24,7 @@ from mingpt_ddp.process.env import DistEnv, process_start_time
 from mingpt_ddp.snapshots.format import MANIFEST, STATE, encode_manifest
 from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.training.length import RunLength
-from mingpt_ddp.training.start.record_checks import check_records
+from mingpt_ddp.training.saves.resume import check_state_size
 from mingpt_ddp.training.start.start_log import log_load, log_start, long_metrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -236,10 +236,9 @@ def test_a_state_that_could_not_be_read_again_is_refused(cwd):
     task = text_task(configuration(NAME, MORE_STEPS))
     task.state = lambda: {"vocabulary": "x" * 15_900_000}
     with pytest.raises(ConfigError, match=r"state.json would begin with 15,9[\d,]+ bytes"):
-        check_records(task, {})
-    check_records(task, {}, is_new=False)  # there is one, which can be read
+        check_state_size(task)
     task.state = lambda: {"vocabulary": "".join(map(chr, range(32, 0xD800)))}
-    check_records(task, {"overrides.yaml": "- a=1"})
+    check_state_size(task)
     assert sorted(cwd.rglob("*")) == before
 
 

@@ -1,4 +1,4 @@
-"""What can be checked of a job before its process does anything, besides its keys and values."""
+"""Check a job against this machine, before its process does anything else."""
 
 from dataclasses import replace
 

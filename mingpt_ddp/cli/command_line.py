@@ -1,4 +1,4 @@
-"""The command line of a training, before Hydra reads it."""
+"""Normalize the command line of a training before Hydra reads it."""
 
 import logging
 import os

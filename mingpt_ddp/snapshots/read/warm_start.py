@@ -1,12 +1,12 @@
-"""Start a run from other weights, `run.init_from`: which ones, their sizes, and their loading.
+"""Start a run from the weights that `run.init_from` names: find, check and load them.
 
-Only the first start reads them. A resume takes everything from the run's own snapshot: they may be
-gone.
+Only the first start reads the weights. A resume takes everything from the snapshot of the run,
+because the weights may be gone.
 """
 
 import contextlib
 import logging
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -22,46 +22,47 @@ from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.snapshots.read.initial_weights import (
     InitialWeights,
-    check_initial_weights,
-    load_initial_weights,
     read_initial_weights,
     weights_of_state,
 )
-from mingpt_ddp.tasks.task import Task
 
 log = logging.getLogger(__name__)
 
-# Keys of model that may differ from those of the weights.
-FREE = ("name", "dropout", "code")
+# Keys of the group `model` that may differ from the settings of the weights.
+FREE_KEYS = ("name", "dropout", "code")
 
 
 @dataclass(frozen=True)
 class WarmStart:
-    """What a run takes from the weights that it starts from, if any.
+    """The configuration of a run, and the weights that it starts from, if any."""
 
-    A resume takes its own snapshot.
-    """
-
-    config: Config
-    state: dict[str, Any]  # for Task.extend
-    sizes: list[int | None]  # outputs and inputs of the weights
+    config: Config  # with the sizes of the weights
+    state: dict[str, Any]  # argument of Task.extend
+    sizes: list[int | None]  # as InitialWeights.sizes
     tensors: dict[str, Tensor]  # on rank zero at the first start, until they are loaded
 
-    def check(self, task: Task) -> None:
-        """Refuse weights that the model cannot take."""
+    def check(self, build_model: Callable[[], nn.Module], shape: tuple[int, Any]) -> None:
+        """Refuse weights that the model cannot take.
+
+        Args:
+            shape: As Task.shape.
+
+        Raises:
+            SnapshotError: As `_check_fit`.
+        """
         if not self.tensors:  # a resume, or random weights
             return
         # A user's model may not know the meta device.
         is_own = is_own_model(self.config.model)
         with contextlib.nullcontext() if is_own else torch.device("meta"):
-            model = task.build_model()
-        check_initial_weights(model, self.tensors, {*zip(self.sizes, task.shape, strict=True)})
+            model = build_model()
+        _check_fit(model, self.tensors, {*zip(self.sizes, shape, strict=True)})
 
     def load_into(self, group: ProcessGroup, model: nn.Module) -> None:
         """Give the weights, if any, to a new model on every rank. A collective."""
         if self.config.run.init_from is None:
             return
-        load_initial_weights(model, group.broadcast_tensors(self.tensors or None))
+        _copy_into(model, group.broadcast_tensors(self.tensors or None))
         log.info("the weights are those of run.init_from=%s", self.config.run.init_from)
         self.tensors.clear()
 
@@ -72,12 +73,12 @@ def warm_start(
     """Find what the run starts from, if not from random weights. A collective.
 
     Args:
-        recorded: the state of the snapshot that the run resumes from; None if there is none.
-        typed: keys that the command line sets. The weights determine all other sizes.
+        recorded: The state of the snapshot that the run resumes from. None if there is none.
+        typed: Keys from the command line. The weights determine all other sizes.
 
     Raises:
-        SnapshotError: the weights cannot be used, or the run has started from others.
-        ConfigError: a typed size differs from theirs.
+        SnapshotError: The weights cannot be used, or the run has started from other weights.
+        ConfigError: A size from the command line differs from that of the weights.
     """
     url = config.run.init_from
     if url is None:
@@ -110,10 +111,10 @@ def _recorded_sha256(url: str, recorded: Any) -> Any:
     """Return the SHA-256 of the weights that a run has started from.
 
     Args:
-        recorded: the state of its snapshot.
+        recorded: The state of the run's snapshot.
 
     Raises:
-        SnapshotError: the URL has others.
+        SnapshotError: The URL has other weights.
     """
     before = recorded["config"]["run"]
     sha256 = before.get("init_sha256")
@@ -141,7 +142,7 @@ def _with_sizes(config: Config, description: dict[str, Any], typed: Container[st
     model = asdict(build_group("model", known["model"]))
     chosen = {key for key in configured if "model" in typed or f"model.{key}" in typed}
     for key in sorted(chosen):
-        if key in FREE:
+        if key in FREE_KEYS:
             model[key] = configured[key]
         elif configured[key] != model.get(key):
             raise _differs(f"model.{key}", configured[key], model.get(key), run.init_from)
@@ -158,10 +159,10 @@ def _with_sizes(config: Config, description: dict[str, Any], typed: Container[st
 
 
 def _check_typed_data(config: Config, data: dict[str, Any]) -> None:
-    """Refuse typed keys of data that the weights determine, but for a shorter context.
+    """Refuse keys of `data` that differ from the weights, except for a shorter context.
 
     Args:
-        data: what the weights determine of that group.
+        data: Keys of the group `data` that the weights determine.
     """
     if not isinstance(config.data, DataConfig):
         return
@@ -182,3 +183,53 @@ def _differs(key: str, value: Any, other: Any, url: str | None) -> ConfigError:
     return ConfigError(
         f"{key}={value} is {other} in the weights of run.init_from={url}; leave {key} out"
     )
+
+
+def _check_fit(model: nn.Module, tensors: dict[str, Any], resized: set[tuple[Any, Any]]) -> None:
+    """Check that `_copy_into` can copy the weights into a model.
+
+    Args:
+        model: The model. It may be on the meta device.
+        resized: Pairs of numbers of rows, of the weights and of the model, that may differ.
+
+    Raises:
+        SnapshotError: Names, other shapes or types of numbers differ, or a value is not finite.
+    """
+    expected = model.state_dict()
+    wrong = sorted(expected.keys() ^ tensors.keys())
+    for name in sorted(expected.keys() & tensors.keys()):
+        tensor = tensors[name]
+        theirs = tuple(tensor.shape)
+        shape = tuple(expected[name].shape)
+        may_differ = theirs[1:] == shape[1:] and (*theirs[:1], *shape[:1]) in resized
+        if theirs != shape and not may_differ:
+            wrong.append(f"{name} {theirs} for {shape}")
+        elif tensor.is_floating_point() != expected[name].is_floating_point():
+            kind = str(tensor.dtype).removeprefix("torch.")
+            wrong.append(f"{name} in {kind}")
+    if wrong:
+        raise SnapshotError(
+            f"the weights of run.init_from do not fit the model: {', '.join(wrong[:3])}"
+        )
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor.to(expected[name].dtype)).all():
+            raise SnapshotError(
+                f"the weights of run.init_from cannot be used: {name} has values that are "
+                "not finite"
+            )
+
+
+@torch.no_grad()
+def _copy_into(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Copy weights that have been checked into a model.
+
+    The model keeps its own rows for added tokens. Weights for positions beyond its context are
+    dropped.
+    """
+    for name, tensor in model.state_dict().items():
+        loaded = tensors[name]
+        if tensor.dim() == 0:
+            tensor.copy_(loaded)
+            continue
+        rows = min(len(tensor), len(loaded))
+        tensor[:rows] = loaded[:rows]

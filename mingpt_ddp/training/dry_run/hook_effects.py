@@ -6,9 +6,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from mingpt_ddp.config.builders import BUILDERS
-from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.errors import CodeError, ConfigError
+from mingpt_ddp.errors import CodeError
 from mingpt_ddp.snapshots.hashes import sha256_of_tensors
 from mingpt_ddp.tasks.outputs import COUNT, SUM, Mean
 from mingpt_ddp.training.hooks.actions import Action
@@ -57,21 +55,6 @@ def effect_of(
         sha256=sha256_of_tensors({**changed, **state}) if is_exact else "",
         sha256_of_metrics=sha256_of_tensors(values) if is_exact else "",
     )
-
-
-def refuse_divided_state(runtime: Runtime) -> None:
-    """Refuse hooks with state if no rank holds all weights.
-
-    Raises:
-        ConfigError: names a hook.
-    """
-    for key, registered in BUILDERS["action"].items():
-        action = Action(key.split()[0], registered, registered)
-        if action.has_state and runtime.strategy.weights != "whole":
-            raise ConfigError(
-                f"{action.label} has state, which needs all weights on every rank; use a function, "
-                "or ddp.strategy=ddp or zero1"
-            )
 
 
 def refuse_other_states(states: Mapping[str, str], others: Mapping[str, str], problem: str) -> None:

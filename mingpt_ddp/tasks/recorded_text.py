@@ -1,0 +1,67 @@
+"""The text of a run in the state of its snapshots: its hash and the format it was read by."""
+
+import contextlib
+import logging
+from collections.abc import Container
+from dataclasses import replace
+from typing import Any, get_args
+
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.keys.components import DataConfig, Form
+from mingpt_ddp.config.recorded import with_data_format
+from mingpt_ddp.data.dataset import RecordedText
+from mingpt_ddp.errors import ConfigError, SnapshotError
+from mingpt_ddp.tasks.task import recorded_sha256
+
+log = logging.getLogger(__name__)
+
+
+def recorded_text(state: Any) -> RecordedText | None:
+    """Return the text in the state of a snapshot. Return None for weights without a text.
+
+    Args:
+        state: The untrusted state.json.
+
+    Raises:
+        SnapshotError: This version does not know the text's format.
+    """
+    try:
+        form = state["text"].get("format", "text")
+        if form in get_args(Form):
+            return RecordedText(recorded_sha256(state), form)
+    except (AttributeError, LookupError, TypeError):
+        return None
+    raise SnapshotError(
+        f"the snapshot has a text of format {str(form)[:100]!r}, which this version "
+        "does not know; resume it with the version that has written it"
+    )
+
+
+def with_recorded_format(config: Config, state: Any, command_line_keys: Container[str]) -> Config:
+    """Return the configuration with the `data.format` by which a run has read its texts before.
+
+    Args:
+        state: The untrusted state.json of the snapshot to resume. None if there is none.
+
+    Raises:
+        ConfigError: The command line names another format.
+    """
+    if state is None or not isinstance(config.data, DataConfig):
+        return config
+    form: Any = None
+    decided = "text"  # the format that auto chose at the first start
+    with contextlib.suppress(LookupError, TypeError):  # it is damaged, and refused later
+        form = with_data_format(state["config"])["data"]["format"]
+        decided = state["text"].get("format", "text")
+    if form not in get_args(Form):
+        form = "text"
+    if form != "auto":
+        decided = form
+    if "data.format" in command_line_keys and form != config.data.format:
+        if config.data.format not in ("auto", decided):
+            raise ConfigError(
+                f"data.format={config.data.format}: the run has read its texts before with "
+                f"data.format={decided}; leave it out, or choose another run.name"
+            )
+        log.info("the run goes on with data.format=%s, as it has read its texts before", form)
+    return replace(config, data=replace(config.data, format=form))

@@ -1,0 +1,1 @@
+"""Try the user's code for four steps before a run writes anything."""
