@@ -57,7 +57,8 @@ def _result(run: Run, outcome: TrainingEnd) -> dict[str, Any]:
     result["train_loss"] = state.train_loss
     for name, value in state.train_metrics.items():
         result[f"train_{name}"] = _finite(value)
-    result["val_loss"] = state.val_loss
+    if state.val_loss is not None:  # a loop of the user's own need not evaluate
+        result["val_loss"] = state.val_loss
     for name, value in state.val_metrics.items():
         result[f"val_{name}"] = _finite(value)
     for name, value in outcome.test_metrics.items():
@@ -65,7 +66,8 @@ def _result(run: Run, outcome: TrainingEnd) -> dict[str, Any]:
     for name in task.comparable:
         if name in state.val_metrics:
             result[name] = _finite(state.val_metrics[name])
-    result["best_val_loss"] = state.best_val_loss
+    if state.best_val_loss is not None:
+        result["best_val_loss"] = state.best_val_loss
     result[task.unit] = state.step * run.loader.items_per_step
     result["parameters"] = run.trainable.parameters
     result["wall_seconds"] = state.wall_seconds
@@ -106,7 +108,9 @@ def _log_end(run: Run, outcome: TrainingEnd, directory: Path) -> None:
         log.info("goodput %.1f%%: %s took %s of %s", 100 * state.goodput, causes, lost, elapsed)
     if run.config.trainer.max_minutes is not None:
         log.info(run.length.describe_time())
-    values = f"validation {task.describe(state.val_metrics)}"
+    values = "not evaluated"
+    if state.val_metrics:
+        values = f"validation {task.describe(state.val_metrics)}"
     if outcome.test_metrics:
         values += f"; test {task.describe(outcome.test_metrics)}"
     log.info(

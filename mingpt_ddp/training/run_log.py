@@ -1,15 +1,19 @@
 """The records of a run, as main.py keeps them, for a training loop of your own."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import ParamSpec
 
 from torch import Tensor
 
 from mingpt_ddp.config.builders import code_roots
 from mingpt_ddp.config.job import Job, RunStatus
 from mingpt_ddp.config.loaded_code import script_path
+from mingpt_ddp.config.validation import check
 from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.metrics.start_times import StartTimes
 from mingpt_ddp.process import logs
@@ -34,12 +38,28 @@ from mingpt_ddp.training.train_state import TrainState
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainer import TrainingEnd
 
+P = ParamSpec("P")
+
+
+def _unless_complete(record: Callable[P, None]) -> Callable[P, None]:
+    """Let a method of `RunLog` do nothing if the run was complete before."""
+
+    @functools.wraps(record)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
+        run_log = args[0]
+        assert isinstance(run_log, RunLog)
+        if not run_log.is_complete:
+            record(*args, **kwargs)
+
+    return wrapper
+
 
 class RunLog:
     """Resume a run and keep its records, in a `with` block around a loop of your own.
 
     The run directory is locked in the block. If the block ends without an error, the last step is
-    saved and result.json says that the run is complete. All ranks make the same calls.
+    saved and result.json says that the run is complete. After that, the same script trains and
+    records nothing more. All ranks make the same calls.
     """
 
     def __init__(self, step: TrainStep) -> None:
@@ -48,7 +68,12 @@ class RunLog:
         Raises:
             RunError: Another process trains this run, or the directory cannot be written.
             SnapshotError: There are snapshots, but none that this run can resume from.
+            ConfigError: run.resume=never, which a loop of the user's own cannot do.
         """
+        check(
+            step.task.config.run.resume != "never",
+            "run.resume=never is for main.py; choose another run.name for a new run",
+        )
         with contextlib.ExitStack() as resources:
             self._open(step, resources)
             self._resources = resources.pop_all()
@@ -97,7 +122,7 @@ class RunLog:
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         with self._resources:
-            if kind is None and not self._run.is_complete:
+            if kind is None and not self.is_complete:
                 self._end()
 
     @property
@@ -106,14 +131,21 @@ class RunLog:
         return self._run.state
 
     @property
+    def is_complete(self) -> bool:
+        """True if the run was complete when this object was made."""
+        return self._run.is_complete
+
+    @property
     def directory(self) -> Path:
         """The run directory."""
         return self._run.directory
 
+    @_unless_complete
     def wait_for_staging(self) -> None:
         """Wait until the last snapshot has copied the weights. Then they may change."""
         self._saves.wait_for_staging()
 
+    @_unless_complete
     def record_step(
         self, step: int, losses: Mapping[str, Tensor], grad_norm: Tensor, lr: float
     ) -> None:
@@ -129,6 +161,7 @@ class RunLog:
         self._metrics.meter.record({**losses}, grad_norm, self._step.phase.fetch_s)
         self._metrics.step_done(step, self._step.steps)
 
+    @_unless_complete
     def log_steps(self) -> None:
         """Log the mean loss, the speed etc. of the steps since the last call.
 
@@ -146,9 +179,11 @@ class RunLog:
         average = self._step.average
         if average.decay is not None:
             self.wait_for_staging()  # it would copy the averaged weights
-        with self._metrics.meter.paused(), average.applied():
+        paused = nullcontext() if self.is_complete else self._metrics.meter.paused()
+        with paused, average.applied():
             yield
 
+    @_unless_complete
     def log_evaluation(self, metrics: dict[str, float]) -> None:
         """Log and record the metrics of the validation split, as `Evaluator.run` returns them.
 
@@ -158,10 +193,12 @@ class RunLog:
         """
         self._recorder.record_evaluation(metrics)
 
+    @_unless_complete
     def log_sample(self, text: str | None) -> None:
         """Log a generated text. Ranks that did not generate it pass None."""
         self._metrics.log_sample(self.state.step, text)
 
+    @_unless_complete
     def save(self) -> None:
         """Save this step, after the save in progress. It is written while training goes on."""
         self._saves.save()

@@ -275,3 +275,52 @@ def test_an_example_is_a_copy_of_the_loop(example):
     lines = EXAMPLE.read_text().partition('"""\n\n')[2].splitlines()
     copied = (ROOT / "examples" / example).read_text().splitlines()
     assert len({*lines} - {*copied}) <= 3  # the name, the steps, and the passes
+
+
+EDGES = """
+        if n == 6 and CASE == "bug":
+            raise ValueError("mine")
+        if n == 6 and CASE == "nan":
+            losses["loss"] = losses["loss"] * float("nan")
+"""
+
+
+def edge(case: str, tmp_path: Path) -> list[str]:
+    """Return the command of a loop of 12 steps that goes wrong in step 6, or never evaluates."""
+    lines = []
+    for line in EXAMPLE.read_text().replace('"max_steps": 500', '"max_steps": 12').splitlines():
+        if case == "no evaluation" and "EVAL_EVERY ==" in line:
+            line = line.split("if ")[0] + "if False:"
+        if case == "never" and line.startswith("SETTINGS"):
+            line = 'NEVER = {"resume": "never"}\n' + line
+        lines.append(line.replace("LOG_EVERY = 10", "LOG_EVERY = 4"))
+        if "losses = step.passes(n)" in line:
+            lines.append(textwrap.indent(EDGES.replace("CASE", repr(case)), " " * 4))
+    text = "\n".join(lines)
+    if case == "never":
+        text = text.replace('"seed": 1337}', '"seed": 1337, **NEVER}')
+    script = tmp_path / "own_loop.py"
+    script.write_text(text)
+    return [*launcher(1), str(script)]
+
+
+@pytest.mark.parametrize(
+    ("case", "code", "last"),
+    [
+        ("bug", 1, r"error: rank 0: ValueError: mine \(own_loop.py:\d+\)"),
+        ("nan", 2, "training error: step 8 or one shortly before it has loss nan .*"),
+        ("never", 2, "config error: run.resume=never is for main.py; .*"),
+    ],
+)
+def test_a_loop_that_goes_wrong_leaves_no_result(case, code, last, tmp_path):
+    text = fail(edge(case, tmp_path), tmp_path, code)
+    assert re.fullmatch(last, text.splitlines()[-1]), text
+    assert not (tmp_path / "outputs" / "example" / "result.json").exists()
+
+
+def test_a_loop_need_not_evaluate(tmp_path):
+    text = succeed(edge("no evaluation", tmp_path), tmp_path)
+    assert "done: not evaluated after 12 steps" in text
+    run = tmp_path / "outputs" / "example"
+    assert "val_loss" not in read_result(run)
+    assert mingpt_ddp.rows(run)[0]["status"] == "complete"

@@ -35,7 +35,9 @@ def checkout(tmp_path) -> Path:
 
 def make(checkout: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run make as a user whose environment forbids to write compiled modules."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "ARGS"))
+    }
     user = {**kept, "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(["make", *words], cwd=checkout, env=user, capture_output=True, text=True)
 
