@@ -100,6 +100,7 @@ class World:
 
     def restore(self) -> None:
         """Remove what a case has made and written."""
+        self.cache.mkdir(exist_ok=True)  # a refused run has removed the one that it left empty
         for path in (
             *self.cache.iterdir(),
             *self.tmp.iterdir(),
