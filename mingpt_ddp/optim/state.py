@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-State: TypeAlias = Mapping[str, Tensor | float]  # of one parameter, by name
+State: TypeAlias = Mapping[str, Tensor | float]  # the state of one parameter, by name
 Declaration: TypeAlias = Callable[[Tensor, dict[str, Any]], State]
 
 DECLARATIONS: dict[type[Optimizer], Declaration] = {}

@@ -45,7 +45,7 @@ MODEL = "model.safetensors"
 MAX_STATE_BYTES = 1 << 24  # fits a vocabulary of all of Unicode
 MAX_MANIFEST_BYTES = 1 << 22  # fits 10,000 shards
 MAX_JSON_DEPTH = 20
-MAX_HEADER_BYTES = 1 << 24  # of a safetensors file. This fits 100,000 tensors
+MAX_HEADER_BYTES = 1 << 24  # header of a safetensors file; enough for 100,000 tensors
 MIN_SHARD_BYTES = 1 << 24  # smaller shards cost more in requests than parallel writes save
 
 

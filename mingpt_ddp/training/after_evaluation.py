@@ -1,15 +1,12 @@
 """What follows an evaluation: its records, and whether it ends the run."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mingpt_ddp.config.job import RunStatus
 from mingpt_ddp.training.evaluation.evaluator import Evaluator
 from mingpt_ddp.training.hooks.observers import Observers
 from mingpt_ddp.training.recorder import Recorder
-from mingpt_ddp.training.saves.save_schedule import SaveSchedule
 from mingpt_ddp.training.train_state import has_stopped_early
 from mingpt_ddp.training.trainable import Run
 
@@ -31,7 +28,6 @@ class Validation:
         self,
         run: Run,
         recorder: Recorder,
-        saves: SaveSchedule,
         evaluator: Evaluator,
         observers: Observers,
     ) -> None:
@@ -39,7 +35,7 @@ class Validation:
         self.state = run.state
         self.recorder = recorder
         self.metrics = recorder.metrics
-        self.saves = saves
+        self.saves = recorder.saves
         self.evaluator = evaluator
         self.observers = observers
 
@@ -97,7 +93,7 @@ class Validation:
     def log_sample(self) -> None:
         """Log a text that the model generates, if the task has one."""
         self.run.runtime.group.set_activity(f"sampling after step {self.state.step}")
-        with self.metrics.meter.paused(), self._averaged_weights():
+        with self.metrics.meter.paused(), self.recorder.averaged_weights():
             text = self.evaluator.sample(self.run.trainable.model, self.state.step)
         self.metrics.log_sample(self.state.step, text)
 
@@ -106,7 +102,7 @@ class Validation:
         signals = self.observers.signals
         self.run.runtime.group.set_activity(f"evaluating after step {self.state.step}")
         model = self.run.trainable.model
-        with self._averaged_weights():
+        with self.recorder.averaged_weights():
             metrics = self.evaluator.run_unless_stopped(
                 model, split, lambda: signals.signal_name is not None
             )
@@ -117,12 +113,3 @@ class Validation:
                     self.saves.wait_for_staging()  # it would copy what the hooks change
                 metrics |= actions.evaluate(self.state.step, model, task, taken=metrics)
         return metrics
-
-    @contextmanager
-    def _averaged_weights(self) -> Iterator[None]:
-        """Let the model have its averaged weights in this context, if trainer.ema is set."""
-        average = self.run.trainable.average
-        if average.decay is not None:
-            self.saves.wait_for_staging()  # it would copy them as the weights
-        with average.applied():
-            yield

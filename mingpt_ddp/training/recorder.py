@@ -1,13 +1,16 @@
 """Record what a run measures: in its train state, in its logs, and for the user's hooks."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from mingpt_ddp.config.validation import check, hint_at
 from mingpt_ddp.errors import TrainingError
-from mingpt_ddp.metrics.jsonl import own_metrics
+from mingpt_ddp.metrics.jsonl import HistoryEnd, own_metrics
 from mingpt_ddp.metrics.processor import MetricsProcessor
-from mingpt_ddp.training.hooks.observers import Hooks
+from mingpt_ddp.metrics.start_times import StartTimes
+from mingpt_ddp.training.anomaly import AnomalyPolicy
+from mingpt_ddp.training.hooks.observers import Observers
 from mingpt_ddp.training.saves.save_schedule import SaveSchedule
 from mingpt_ddp.training.train_state import record_evaluation
 from mingpt_ddp.training.train_step import TrainStep
@@ -47,21 +50,45 @@ class Recorder:
         self,
         run: Run,
         train_step: TrainStep,
-        metrics: MetricsProcessor,
-        saves: SaveSchedule,
-        hooks: Hooks,
+        times: StartTimes,
+        observers: Observers,
+        end: HistoryEnd | None,
     ) -> None:
+        """Begin to record an attempt.
+
+        Args:
+            end: The end of metrics.jsonl, on rank zero.
+        """
         self.run = run
         self.train_step = train_step
-        self.metrics = metrics
-        self.saves = saves
-        self.hooks = hooks
+        self.hooks = observers.hooks
+        self.metrics = MetricsProcessor(
+            run.runtime,
+            run.task,
+            run.loader,
+            run.trainable.model,
+            run.state.step,
+            times,
+            run.directory,
+        )
+        self.metrics.resume(observers.senders, end)
+        self.saves = SaveSchedule(run, train_step, self.metrics.meter, AnomalyPolicy(run))
+        self.restore_meter()
 
     def restore_meter(self) -> None:
         """Go on with the log interval that the train state contains."""
         state = self.run.state
         sums = {"loss": state.loss_sum, **state.loss_part_sums}
         self.metrics.meter.load_state(sums, state.loss_steps)
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Let the model have its averaged weights in this context, if trainer.ema is set."""
+        average = self.run.trainable.average
+        if average.decay is not None:
+            self.saves.wait_for_staging()  # it would copy them as the weights
+        with average.applied():
+            yield
 
     def record_steps(self, lr: float) -> None:
         """Log the steps since the last call. A collective.

@@ -8,19 +8,16 @@ from mingpt_ddp.config.job import Job, RunStatus
 from mingpt_ddp.data.dataloader import plan_batches
 from mingpt_ddp.distributed.launch.channels import PrunerCallback
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.metrics.profiling import snapshot_when_out_of_memory
 from mingpt_ddp.metrics.start_times import StartTimes
 from mingpt_ddp.process.env import process_start_time
 from mingpt_ddp.process.signals import SignalHandler
 from mingpt_ddp.storage.code_identity import start_reading
 from mingpt_ddp.training.after_evaluation import Validation
-from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.evaluation.evaluator import Evaluator
 from mingpt_ddp.training.hooks.observers import Hooks, Observers
 from mingpt_ddp.training.recorder import Recorder
 from mingpt_ddp.training.result import record_end, recorded_test
-from mingpt_ddp.training.saves.save_schedule import SaveSchedule
 from mingpt_ddp.training.start.stages import (
     History,
     build,
@@ -117,13 +114,6 @@ def begin_attempt(
 
     # Do this first: no clock counts how long it takes to wrap the model.
     train_step = TrainStep(runtime, run.task, run.loader, plan, run.trainable, run.length)
-    model = run.trainable.model
-    metrics = MetricsProcessor(
-        runtime, run.task, run.loader, model, run.state.step, times, run.directory
-    )
-    metrics.resume(observers.senders, history.end)
-    anomaly = AnomalyPolicy(run)
-    saves = SaveSchedule(run, train_step, metrics.meter, anomaly)
-    recorder = Recorder(run, train_step, metrics, saves, observers.hooks)
-    validation = Validation(run, recorder, saves, evaluator, observers)
-    return Trainer(run, train_step, recorder, saves, validation, observers)
+    recorder = Recorder(run, train_step, times, observers, history.end)
+    validation = Validation(run, recorder, evaluator, observers)
+    return Trainer(run, train_step, recorder, validation, observers)

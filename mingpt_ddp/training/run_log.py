@@ -3,7 +3,6 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import ParamSpec
@@ -14,19 +13,16 @@ from mingpt_ddp.config.builders import code_roots
 from mingpt_ddp.config.job import Job, RunStatus
 from mingpt_ddp.config.loaded_code import script_path
 from mingpt_ddp.config.validation import check
-from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.metrics.start_times import StartTimes
 from mingpt_ddp.process import logs
 from mingpt_ddp.process.env import process_start_time
 from mingpt_ddp.process.signals import SignalHandler
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.storage.code_identity import start_reading
-from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.hooks.observers import Hooks, Observers
 from mingpt_ddp.training.recorder import Recorder
 from mingpt_ddp.training.result import record_end
 from mingpt_ddp.training.saves.resume import check_state
-from mingpt_ddp.training.saves.save_schedule import SaveSchedule
 from mingpt_ddp.training.start.stages import (
     open_directory,
     open_trackers,
@@ -103,16 +99,11 @@ class RunLog:
         if run.is_complete:
             return
         record_attempt(run, history, times)
-        self._metrics = MetricsProcessor(
-            runtime, task, step.loader, step.model, run.state.step, times, run.directory
-        )
+        self._recorder = Recorder(run, step, times, self._observers, history.end)
+        self._metrics = self._recorder.metrics
+        self._saves = self._recorder.saves
+        self._saves.anomaly.checks_every_step = False
         resources.callback(self._metrics.close)
-        self._metrics.resume(self._observers.senders, history.end)
-        anomaly = AnomalyPolicy(run)
-        anomaly.checks_every_step = False
-        self._saves = SaveSchedule(run, step, self._metrics.meter, anomaly)
-        self._recorder = Recorder(run, step, self._metrics, self._saves, self._observers.hooks)
-        self._recorder.restore_meter()
         with self._metrics.meter.paused():
             step.warm_up()
         self._saves.begin()
@@ -176,11 +167,11 @@ class RunLog:
 
         The time in the context does not count as training time.
         """
-        average = self._step.average
-        if average.decay is not None:
-            self.wait_for_staging()  # it would copy the averaged weights
-        paused = nullcontext() if self.is_complete else self._metrics.meter.paused()
-        with paused, average.applied():
+        if self.is_complete:
+            with self._step.average.applied():
+                yield
+            return
+        with self._metrics.meter.paused(), self._recorder.averaged_weights():
             yield
 
     @_unless_complete

@@ -17,7 +17,6 @@ from mingpt_ddp.training.hooks.observers import Observers
 from mingpt_ddp.training.length import StepTimer
 from mingpt_ddp.training.memory import FIRST_STEPS, refuse_out_of_memory
 from mingpt_ddp.training.recorder import Recorder
-from mingpt_ddp.training.saves.save_schedule import SaveSchedule
 from mingpt_ddp.training.step_flags import StepFlags, send_flags
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import Run
@@ -41,7 +40,6 @@ class Trainer:
         run: Run,
         train_step: TrainStep,
         recorder: Recorder,
-        saves: SaveSchedule,
         validation: Validation,
         observers: Observers,
     ) -> None:
@@ -52,13 +50,12 @@ class Trainer:
         self.recorder = recorder
         self.metrics = recorder.metrics
         self.timer = StepTimer(train_step.length, self.metrics.meter)
-        self.saves = saves
+        self.saves = recorder.saves
         self.validation = validation
-        self.anomaly = saves.anomaly
+        self.anomaly = recorder.saves.anomaly
         self.observers = observers
         self.lr = 0.0  # of the latest step
         self._first_steps = range(self.state.step + 1, self.state.step + 1 + FIRST_STEPS)
-        recorder.restore_meter()
         self.profiler = Profiler(
             run.directory,
             run.runtime,

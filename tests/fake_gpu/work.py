@@ -83,8 +83,8 @@ def trainer_of(
         wait_for_staging=lambda: None,
     )
     unused: Any = None
-    recorder = mock.MagicMock(metrics=mock.MagicMock(meter=meter))
-    return trainer.Trainer(run, step, recorder, saves, unused, observers)
+    recorder = mock.MagicMock(metrics=mock.MagicMock(meter=meter), saves=saves)
+    return trainer.Trainer(run, step, recorder, unused, observers)
 
 
 def step(run: FakeRun, number: int) -> None:

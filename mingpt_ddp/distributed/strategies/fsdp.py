@@ -154,7 +154,7 @@ class FSDPStrategy(Strategy):
     # Every forward pass gathers weights from all ranks, and every backward pass reduces gradients.
 
     def passes(self, total: int) -> int:
-        """Return the same number on all ranks: that of the busiest one."""
+        """Return the number of passes of the busiest rank. Every rank makes as many."""
         return math.ceil(total / self.group.data_size)
 
     def micro_batches(self, batch: list[MicroBatch], plan: BatchPlan) -> list[MicroBatch]:

@@ -78,7 +78,7 @@ def warm_start(
 
     Raises:
         SnapshotError: The weights cannot be used, or the run has started from other weights.
-        ConfigError: A size from the command line differs from that of the weights.
+        ConfigError: A size on the command line differs from the size in the weights.
     """
     url = config.run.init_from
     if url is None:

@@ -153,8 +153,8 @@ class _LaunchedJob:
         self.sweep = sweep
         self.source = source
         self.run = run
-        self.place = SweepPlace(0, "")  # of the next job
-        self.outcome = Outcome(RunStatus.COMPLETE)  # of the last job
+        self.place = SweepPlace(0, "")  # place of the next job
+        self.outcome = Outcome(RunStatus.COMPLETE)  # outcome of the last job
 
     def __call__(self, cfg: DictConfig) -> float:
         """Run the job that Hydra has composed, and record its outcome.
