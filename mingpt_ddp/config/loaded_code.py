@@ -51,7 +51,7 @@ def keep(path: Path, content: bytes) -> None:
 
 def look() -> None:
     """Record the user's files that have been imported since the last look."""
-    for name, module in [*sys.modules.items()]:
+    for name, module in sys.modules.copy().items():  # other threads may import meanwhile
         if name not in _seen:
             _seen.add(name)
             if path := _user_path(name, module):
