@@ -5,7 +5,12 @@ that takes longer. Three ways alternate: nothing else runs; a busy loop on each 
 whole run; the loops begin in the middle of the minutes. The script starts the loops and ends them.
 Other programs on the machine count as well: look at the load that it prints first.
 
+For each run it prints the time of a step in each fifth of the run, and the minutes that the run
+would have taken if the mean of the first steps had fixed its number of steps: steps 3 to 20, or to
+the end of the warm-up if that is later.
+
     MINGPT_SHAKESPEARE=input.txt python benchmarks/minutes.py
+    MINGPT_SHAKESPEARE=input.txt python benchmarks/minutes.py --minutes 5 --ways quiet
 """
 
 from __future__ import annotations
@@ -20,19 +25,39 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
 
 from common import ROOT, alternate, cell, corpus_path, environment, log, parser, report, spread
 
 COMMAND = [sys.executable, str(ROOT / "main.py"), "experiment=shakespeare_char_cpu"]
-SETTINGS = ["trainer.device=cpu", "trainer.eval_every=null", "run.name=run", "run.resume=never"]
+SETTINGS = [
+    "trainer.device=cpu",
+    "trainer.eval_every=null",
+    "trainer.log_every=1",  # metrics.jsonl then has the time of each step
+    "optimizer.warmup_steps=100",
+    "run.name=run",
+    "run.resume=never",
+]
+FIRST = slice(2, 100)  # the steps whose mean pace is compared with the rule of the run
 # A run is ended if it takes this many times its minutes, and this many seconds for its start.
 LONGEST = 20.0
 START_S = 120.0
 # It ends with the script, however that ends.
 LOOP = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
-QUIET = "nothing beside it"
-BUSY = "a busy loop on each core"
-LATER = "the loops begin in the middle"
+WAYS = {
+    "quiet": "nothing beside it",
+    "busy": "a busy loop on each core",
+    "later": "the loops begin in the middle",
+}
+
+
+class Taken(NamedTuple):
+    """What a run took."""
+
+    minutes: float
+    by_first_steps: float  # minutes, if the pace of the first steps had fixed the number of steps
+    fifths: list[float]  # milliseconds per step in each fifth of the steps
 
 
 @contextlib.contextmanager
@@ -58,8 +83,24 @@ def busy_loops(after_s: float) -> Iterator[None]:
             loop.wait()
 
 
-def minutes_taken(minutes: float, busy_after_s: float | None, cwd: Path, threads: int) -> float:
-    """Return the minutes that a run has recorded.
+def measured(directory: Path, limit: float) -> Taken:
+    """Return what a run took.
+
+    Args:
+        limit: trainer.max_minutes.
+    """
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    step_ms = [row["step_ms"] for row in map(json.loads, lines) if "step_ms" in row]
+    fifths = [fmean(step_ms[len(step_ms) * i // 5 : len(step_ms) * (i + 1) // 5]) for i in range(5)]
+    steps = int(60e3 * limit / fmean(step_ms[FIRST]))
+    missing = max(0, steps - len(step_ms))  # they would have had the pace of the last fifth
+    by_first_steps = (sum(step_ms[:steps]) + missing * fifths[-1]) / 60e3
+    minutes = float(json.loads((directory / "result.json").read_text())["minutes"])
+    return Taken(minutes, by_first_steps, fifths)
+
+
+def run_for(minutes: float, busy_after_s: float | None, cwd: Path, threads: int) -> Taken:
+    """Train for some minutes.
 
     Args:
         busy_after_s: Seconds after which the busy loops begin. None: they do not.
@@ -79,7 +120,13 @@ def minutes_taken(minutes: float, busy_after_s: float | None, cwd: Path, threads
             )
         if done.returncode:
             sys.exit(f"the run failed:\n{done.stderr[-2000:]}")
-        return float(json.loads((Path(root) / "run" / "result.json").read_text())["minutes"])
+        taken = measured(Path(root) / "run", minutes)
+    paces = " ".join(f"{each:.1f}" for each in taken.fifths)
+    log(
+        f"{taken.minutes:.4f} minutes; by the first steps {taken.by_first_steps:.4f}; "
+        f"milliseconds per step in each fifth: {paces}"
+    )
+    return taken
 
 
 def main() -> None:
@@ -91,24 +138,36 @@ def main() -> None:
         "--repetitions", type=int, default=5, help="of each way (default: %(default)s)"
     )
     options.add_argument("--threads", type=int, default=1, help="of a run (default: %(default)s)")
+    options.add_argument(
+        "--ways", nargs="+", choices=WAYS, default=list(WAYS), help="(default: all)"
+    )
     chosen = options.parse_args()
     load = os.getloadavg()[0]
     log(f"other programs: load {load:.2f} on {os.cpu_count()} cores")
-    begins = {QUIET: None, BUSY: 0.0, LATER: 30 * chosen.minutes}
+    begins = {"quiet": None, "busy": 0.0, "later": 30 * chosen.minutes}
     with tempfile.TemporaryDirectory(prefix="minutes-") as scratch:
         cwd = Path(scratch)
-        minutes_taken(0.01, None, cwd, chosen.threads)  # encodes the text
+        run_for(0.1, None, cwd, chosen.threads)  # encodes the text
         ways = {
-            way: partial(minutes_taken, chosen.minutes, begin, cwd, chosen.threads)
-            for way, begin in begins.items()
+            way: partial(run_for, chosen.minutes, begins[way], cwd, chosen.threads)
+            for way in chosen.ways
         }
         values = alternate("minutes", ways, chosen.repetitions)
-    shares = {way: spread([each / chosen.minutes for each in values[way]]) for way in ways}
-    rows = [[way, cell(shares[way], ".3f")] for way in ways]
-    what = f"minutes taken over `trainer.max_minutes={chosen.minutes:g}`, load {load:.1f} before"
-    readme = [(f"{what}: {way}", f"{cell(shares[way], '.3f')} times") for way in ways]
-    settings = {"minutes": chosen.minutes, "threads": chosen.threads, "load_before": load}
-    report(chosen.out, {"shares": shares, **settings}, ["beside the run", what], rows, readme)
+    limit = chosen.minutes
+    shares = {way: spread([each.minutes / limit for each in values[way]]) for way in ways}
+    first = {way: spread([each.by_first_steps / limit for each in values[way]]) for way in ways}
+    rows = [[WAYS[way], cell(shares[way], ".3f"), cell(first[way], ".3f")] for way in ways]
+    what = f"minutes taken over `trainer.max_minutes={limit:g}`, load {load:.1f} before"
+    readme = [(f"{what}: {WAYS[way]}", f"{cell(shares[way], '.3f')} times") for way in ways]
+    settings = {"minutes": limit, "threads": chosen.threads, "load_before": load}
+    runs = {way: [each._asdict() for each in values[way]] for way in ways}
+    report(
+        chosen.out,
+        {"shares": shares, "by_first_steps": first, "runs": runs, **settings},
+        ["beside the run", what, "by the pace of the first steps"],
+        rows,
+        readme,
+    )
 
 
 if __name__ == "__main__":
