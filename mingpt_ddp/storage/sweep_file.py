@@ -15,6 +15,7 @@ from mingpt_ddp.storage.yaml_and_json import dump_json, read_json
 
 MAX_CORES = 1 << 12  # limit for cores and threads, because the file is untrusted
 MAX_BYTES = 1 << 24  # size limit of failures.jsonl
+UNTIL_DECIDED = "until_decided"  # key in sweep.json
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ def recorded_metric(directory: Path) -> str | None:
     """
     metric = read_json(directory / SWEEP).get("metric")
     return metric if isinstance(metric, str) and metric.strip("-") else None
+
+
+def recorded_until_decided(directory: Path) -> Any:
+    """Return the record of a comparison with until=decided, or None. The file is untrusted."""
+    return read_json(directory / SWEEP).get(UNTIL_DECIDED)
 
 
 def read_failures(directory: Path) -> list[JobFailure]:
@@ -124,6 +130,11 @@ class SweepFile:
         """Record the metric by which reports rank the jobs. None stands for the default."""
         if metric != self._values.get("metric"):
             self._write("metric", metric)
+
+    def keep_until_decided(self, record: dict[str, Any]) -> None:
+        """Record a comparison with until=decided."""
+        if record != self._values.get(UNTIL_DECIDED):
+            self._write(UNTIL_DECIDED, record)
 
     def threads(self, ranks: int, default: int) -> int:
         """Return the threads of each rank of a job with `ranks` ranks. Record a new default."""

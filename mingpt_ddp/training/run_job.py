@@ -30,6 +30,7 @@ class Known(NamedTuple):
     name: str  # its run.name
     value: float | None = None  # its objective, if it is complete
     failure: str | None = None  # the reason, if the job has failed for good
+    is_needed: bool = True  # False if its sweep is decided without it
 
 
 class Records(ABC):
@@ -135,7 +136,9 @@ def name_job(job: Job, env: DistEnv, records: Records) -> Job | Outcome:
 
 
 def _known_outcome(job: Job, known: Known) -> Outcome | None:
-    """Return the outcome of a job that has ended before, else None."""
+    """Return the outcome of a job that has ended before or is not needed, else None."""
+    if not known.is_needed:
+        return Outcome(RunStatus.COMPLETE, value=math.nan, was_known=True, was_needed=False)
     if known.value is not None:
         return Outcome(
             RunStatus.COMPLETE, directory=job.directory, value=known.value, was_known=True

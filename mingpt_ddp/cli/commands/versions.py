@@ -8,6 +8,8 @@ A B ...      commits or branches of the checkout here, or directories; . is the 
 key=value    as for training, and the same for all versions. --config-dir=DIR and absolute paths of code inside this
              checkout are replaced by the same paths in each version. All other paths are used as you type them
 run.seed     two seeds or more, with a comma between them; one is enough for require=same_bits
+until        decided: train the seeds one after another, and stop when each version is decided to be better, worse, or
+             different by less than care (in the unit of the loss). With too few seeds nothing can be decided: give 12
 require      same_bits or not_worse (by more than chance). Exit with code 1 if a version does not meet it; the last line
              says why
 
@@ -23,6 +25,7 @@ outputs/versions-HASH/NUMBER-VERSION,run.seed=N.
 
 import contextlib
 import itertools
+import math
 import os
 import re
 import sys
@@ -37,7 +40,7 @@ from mingpt_ddp.process.root_cause import cli_errors
 from mingpt_ddp.process.terminal import echo
 from mingpt_ddp.study.versions.comparison import compare_versions
 
-OWN_KEYS = ("run.seed", "require")
+OWN_KEYS = ("run.seed", "require", "until", "care")
 SEEDS = range(2**63)
 REQUIREMENTS = (None, "same_bits", "not_worse")
 REFUSED = re.compile(r"-m$|--multirun$|\+*(run\.(name|resume)|hydra\.searchpath)=")
@@ -65,7 +68,11 @@ def _command(words: list[str]) -> int:
     required = own.get("require")
     check(required in REQUIREMENTS, f"require={required} must be same_bits or not_worse")
     seeds = _parse_seeds(own.get("run.seed", ""), 1 if required == "same_bits" else 2)
-    text, is_met = compare_versions(names, seeds, others, required)
+    until = own.get("until")
+    check(until in (None, "decided"), f"until={until} must be decided, or leave it out")
+    care = _parse_care(own["care"]) if "care" in own else None
+    check(care is None or until is not None, "care is used by until=decided only; add it")
+    text, is_met = compare_versions(names, seeds, others, required, until is not None, care)
     echo(text)
     return int(not is_met)
 
@@ -92,6 +99,19 @@ def _is_sweep(word: str) -> bool:
     with contextlib.suppress(HydraException):  # it is a flag, or Hydra will say what is wrong
         return bool(OverridesParser.create().parse_override(word).is_sweep_override())
     return False
+
+
+def _parse_care(text: str) -> float:
+    """Parse the value of care.
+
+    Raises:
+        ConfigError: It is not a positive number.
+    """
+    care = 0.0
+    with contextlib.suppress(ValueError):
+        care = float(text)
+    check(0 < care < math.inf, f"care={text:.100} must be a positive number, as in care=0.01")
+    return care
 
 
 def _parse_seeds(text: str, least: int) -> list[int]:

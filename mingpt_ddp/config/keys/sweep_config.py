@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mingpt_ddp.config.keys.fields import NonNegativeInt, PositiveInt, neutral
+from mingpt_ddp.config.keys.fields import NonNegativeInt, PositiveFloat, PositiveInt, neutral
 from mingpt_ddp.config.validation import check
 
 
@@ -48,6 +48,17 @@ class SweepConfig:
         "min_early_stopping_rate: 0, bootstrap_count: 0}, null: trainer.eval_every",
     )
 
+    until: Literal["decided"] | None = neutral(
+        None,
+        "decided: train the seeds of all settings one after another, and no more seeds of a "
+        "setting once its difference from the first one is decided; null: train all",
+    )
+    care: PositiveFloat | None = neutral(
+        None,
+        "a smaller difference in the metric does not matter, and ends sweep.until=decided; null: "
+        "each difference matters",
+    )
+
     @property
     def is_search(self) -> bool:
         """Whether a sampler draws the values of the jobs; else they are a grid."""
@@ -57,4 +68,13 @@ class SweepConfig:
         check(
             self.metric is None or self.metric.strip("-"),
             "sweep.metric is empty; name a number of result.json",
+        )
+        check(
+            self.care is None or self.until is not None,
+            f"sweep.care={self.care} is used by sweep.until=decided only: add it, or leave it out",
+        )
+        check(
+            self.until is None or (not self.is_search and self.pruner == "none"),
+            "sweep.until=decided compares the settings of a grid; leave out sweep=optuna, "
+            "sweep.sampler and sweep.pruner, or sweep.until",
         )

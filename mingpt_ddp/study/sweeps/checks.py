@@ -168,6 +168,11 @@ def choices(overrides: list[Override], zipped: Sequence[str]) -> list[list[list[
     return combined
 
 
+def is_seed(words: list[list[str]]) -> bool:
+    """Return True for the overrides of run.seed alone, as an item of what `choices` returns."""
+    return all(len(each) == 1 and hydra_utils.key_of(each[0]) == "run.seed" for each in words)
+
+
 def expand(override: Override) -> list[str]:
     """Return one override per value of a sweep override.
 

@@ -26,6 +26,7 @@ from mingpt_ddp.study.results.objective import (
     loss_unit,
 )
 from mingpt_ddp.study.results.runs import is_run
+from mingpt_ddp.study.results.sequential_record import SequentialRecord
 from mingpt_ddp.study.sweeps.checks import (
     check_jobs,
     check_zip,
@@ -35,6 +36,7 @@ from mingpt_ddp.study.sweeps.checks import (
 from mingpt_ddp.study.sweeps.settings import check_settings, plan_slots
 from mingpt_ddp.study.sweeps.sources import check_search, number_of_jobs, source_of
 from mingpt_ddp.study.sweeps.sweep import Sweep
+from mingpt_ddp.study.sweeps.until_decided import NeededJobs, rule_of
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ def start_sweep(config: DictConfig, env: DistEnv) -> Sweep:
     first = replace(first, sweep=settings)
     if settings.is_search:
         check_search(first, overrides)
+    rule = rule_of(first, overrides)
     lock = env.call_on_rank_zero(lambda: _lock(own_directory) if own_directory else None)
     sweep = Sweep(
         env=env,
@@ -86,7 +89,7 @@ def start_sweep(config: DictConfig, env: DistEnv) -> Sweep:
         file=SweepFile(env.call_on_rank_zero(lambda: own_directory)),
     )
     if is_ours:
-        env.call_on_rank_zero(lambda: _keep(sweep, given_metric))
+        env.call_on_rank_zero(lambda: _keep(sweep, given_metric, rule))
     what = f"a sweep of {counted(sweep.planned, 'job')}" if sweep.planned else "a sweep"
     log.info("%s, in %s", what, directory)
     with read_write(config), read_write(config.hydra), open_dict(config):
@@ -108,12 +111,18 @@ def _lock(directory: Path) -> IO[str]:
     return acquire_lock(directory)
 
 
-def _keep(sweep: Sweep, metric: str | None) -> None:
-    """Write what later starts of the sweep need: its metric, and the cores of a job.
+def _keep(sweep: Sweep, metric: str | None, rule: SequentialRecord | None) -> None:
+    """Write what later starts of the sweep need: its metric, its rule, and the cores of a job.
 
     Args:
         metric: sweep.metric as configured. None for the default objective.
+        rule: The rule of sweep.until=decided, or None.
+
+    Raises:
+        ConfigError: The directory records another rule.
     """
+    if rule is not None:
+        sweep.needed_jobs = NeededJobs(sweep.directory, sweep.file, rule)
     sweep.file.keep_metric(metric)
     if sweep.file.cores is None:
         sweep.file.keep_cores(len(sweep.slots[0].cores) if sweep.slots else count_cores())

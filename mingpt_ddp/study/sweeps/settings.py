@@ -80,8 +80,9 @@ def check_settings(config: DictConfig, jobs: list[Config], env: DistEnv) -> Swee
 def _check_sweeper(config: DictConfig, settings: SweepConfig) -> None:
     """Check the chosen sweeper."""
     check(
-        has_own_sweeper(config) or (not settings.is_search and settings.parallel == 1),
-        "sweep.sampler and sweep.parallel need hydra/sweeper=mingpt_ddp, not "
+        has_own_sweeper(config)
+        or (not settings.is_search and settings.parallel == 1 and settings.until is None),
+        "sweep.sampler, sweep.parallel and sweep.until need hydra/sweeper=mingpt_ddp, not "
         f"{config.hydra.sweeper._target_}",
     )
 

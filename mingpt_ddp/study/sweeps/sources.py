@@ -17,7 +17,7 @@ from mingpt_ddp.config.job import SweepPlace
 from mingpt_ddp.config.keys.sweep_config import SweepConfig
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.process.env import DistEnv
-from mingpt_ddp.study.sweeps.checks import choices
+from mingpt_ddp.study.sweeps.checks import choices, is_seed
 
 if TYPE_CHECKING:
     from mingpt_ddp.study.sweeps.search.study import Study
@@ -88,7 +88,10 @@ def source_of(config: Config, overrides: list[Override], directory: Path, env: D
     is_typed = any(each.get_key_element() == "sweep.metric" for each in overrides)
     metric = [] if is_typed else [f"sweep.metric={hydra_value(config.sweep.metric)}"]
     if not config.sweep.is_search:
-        combined = itertools.product(*choices(overrides, config.sweep.zip or ()))
+        values = choices(overrides, config.sweep.zip or ())
+        if config.sweep.until is not None:  # all settings of a seed, then those of the next one
+            values.sort(key=lambda words: not is_seed(words))
+        combined = itertools.product(*values)
         jobs = [[*itertools.chain(*job), *metric] for job in combined]
         return Source(jobs.__getitem__, swept, None)
     study = env.call_on_rank_zero(lambda: _open_study(config, overrides, directory))

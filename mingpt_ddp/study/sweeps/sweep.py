@@ -22,6 +22,7 @@ from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.study.results.objective import objective_named
 from mingpt_ddp.study.sweeps.ended_jobs import JobRecords
 from mingpt_ddp.study.sweeps.sources import Source
+from mingpt_ddp.study.sweeps.until_decided import NeededJobs
 from mingpt_ddp.training.run_job import Known, Records
 
 if TYPE_CHECKING:
@@ -51,6 +52,9 @@ class Sweep(Records):
     failed: dict[int, str] = field(default_factory=dict)  # labels of failed jobs, by number
     # Numbers of the failed jobs whose error is not one that a user can fix.
     crashed: set[int] = field(default_factory=set)
+    # Of sweep.until=decided, on rank zero. None if all jobs are needed, and on other ranks.
+    needed_jobs: NeededJobs | None = None
+    not_needed: set[int] = field(default_factory=set)  # numbers of jobs that do not start
     # The outcome that ends the sweep before its last job. Then no other job starts.
     stopped: Outcome | None = None
 
@@ -67,7 +71,12 @@ class Sweep(Records):
     @property
     def is_over(self) -> bool:
         """True if all jobs have ended. Always False if only another sweeper knows their number."""
-        return 0 < self.planned <= len(self.done) + len(self.failed)
+        return 0 < self.planned <= self.n_ended
+
+    @property
+    def n_ended(self) -> int:
+        """The number of jobs that have ended, or that nobody needs."""
+        return len({*self.done, *self.failed, *self.not_needed})
 
     @property
     def has_too_many_failures(self) -> bool:
@@ -101,12 +110,17 @@ class Sweep(Records):
                 yield number
 
     def _has_ended(self, number: int, source: Source) -> bool:
-        """Return True if the study says that a trial has ended, and count it.
+        """Return True if a trial has ended or a job is not needed, and count it.
 
         With several ranks this is False. They ask rank zero in `look_up`, once the job has its
         process group.
         """
-        if self.study is None or self.env.world_size > 1:
+        if self.env.world_size > 1:
+            return False
+        if self.needed_jobs is not None and not self._is_needed(number):
+            self._count_not_needed(number, self.needed_jobs)
+            return True
+        if self.study is None:
             return False
         directory = self.study.directory_of(number)
         if directory is not None:
@@ -121,6 +135,19 @@ class Sweep(Records):
         self.failed[number] = place.label
         log.info("%s has failed before: %s", place.label, self._reason(place.label, ""))
         return True
+
+    def _count_not_needed(self, number: int, needed_jobs: NeededJobs) -> None:
+        directory = needed_jobs.directory_of(number)
+        if directory is None:
+            self.not_needed.add(number)
+            return
+        self.job_records.kept.check(directory, self.config)
+        self.done[number] = directory
+        self.n_done_before += 1
+
+    def _is_needed(self, number: int) -> bool:
+        """Return True if a job has to run. False if it is decided what its result would decide."""
+        return self.needed_jobs is None or self.needed_jobs.is_needed(number, self.failed)
 
     def attempts(self, number: int) -> Iterator[None]:
         """Yield once for the first attempt of a job, and once for each retry (sweep.retries)."""
@@ -138,6 +165,13 @@ class Sweep(Records):
         failure = self.file.failure_of(label, directory)
         return "its reason is not recorded" if failure is None else failure.reason
 
+    @property
+    def batch_size(self) -> int:
+        """The number of jobs that an external launcher gets at a time."""
+        if self.needed_jobs is not None:
+            return max(1, self.needed_jobs.n_settings(self.failed))
+        return int(self.settings.parallel)
+
     def look_up(self, job: Job) -> Known:
         """Return what is known of a job. If it has no earlier result, log that it starts."""
         assert job.place is not None
@@ -145,6 +179,8 @@ class Sweep(Records):
         known = self.job_records.look_up(job)
         if self.study is not None and self.study.has_failed(number):
             known = known._replace(failure=self._reason(job.place.label, PurePath(known.name).name))
+        if known.value is None and not self._is_needed(number):
+            return known._replace(is_needed=False)
         if known.value is None and known.failure is None:
             total = f" of {self.planned}" if self.planned else ""
             log.info("job %d%s: %s", number + 1, total, job.place.label)
@@ -188,6 +224,9 @@ class Sweep(Records):
         return outcome
 
     def _record(self, place: SweepPlace, outcome: Outcome) -> None:
+        if not outcome.was_needed:
+            self.not_needed.add(place.number)
+            return
         if outcome.has_failed:
             self._record_failed(place, outcome)
         elif outcome.status is not RunStatus.PREEMPTED and outcome.directory is not None:
@@ -214,6 +253,8 @@ class Sweep(Records):
         self.file.succeed(place.label, directory.name)
         if self.study is not None:
             self.study.end(place.number, directory)
+        if self.needed_jobs is not None:
+            self.needed_jobs.add(place.number, directory)
 
     def _record_failed(self, place: SweepPlace, outcome: Outcome) -> None:
         self.failed[place.number] = place.label
@@ -267,13 +308,15 @@ class Sweep(Records):
                 return failed(JobError(next(iter(self.failed.values()))), FAILURE)
             return Outcome(RunStatus.COMPLETE) if output_error is None else failed(output_error)
         n_ended = len(self.done) + len(self.failed)
+        n_not_needed = len(self.not_needed)
         n_pruned = 0 if self.study is None else self.study.n_pruned
         log.info(
-            "sweep: %s, %d already complete, %d failed%s",
+            "sweep: %s, %d already complete, %d failed%s%s",
             counted(n_ended, "job"),
             self.n_done_before,
             len(self.failed),
             f", {n_pruned} pruned" if n_pruned else "",
+            f", {n_not_needed} not needed" if n_not_needed else "",
         )
         if not self.failed:
             return Outcome(RunStatus.COMPLETE) if output_error is None else failed(output_error)
@@ -282,8 +325,7 @@ class Sweep(Records):
         advice = "rerun the same command to retry"
         if self.study is not None:
             advice = "they do not start again; raise sweep.trials for other values"
-        if n_ended < self.planned:
-            left = self.planned - n_ended
+        if left := max(0, self.planned - self.n_ended):
             advice = f"{left} have not started; raise sweep.max_failures, or {advice}"
         labels = "; ".join(dict.fromkeys(self.failed.values()))
         error = JobError(f"{len(self.failed)} of {n_ended} failed: {labels}; {advice}")

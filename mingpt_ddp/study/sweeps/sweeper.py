@@ -85,7 +85,7 @@ def run_jobs(
     raise_interrupts()  # Ctrl-C must also end the processes that run the jobs
     remote = launcher(partial(task_function, swept=source.swept))
     try:
-        if sweep.settings.is_search:
+        if sweep.settings.is_search or sweep.settings.until is not None:
             _run_batches(sweep, source, remote, compose)
         else:
             _run_grid(sweep, source, remote)
@@ -195,9 +195,12 @@ def _run_grid(sweep: Sweep, source: Source, launcher: Launcher) -> None:
 def _run_batches(
     sweep: Sweep, source: Source, launcher: Launcher, compose: Callable[[int], Job]
 ) -> None:
-    """Run batches of `sweep.parallel` trials with an external launcher, one after another."""
+    """Run batches of jobs with an external launcher, one after another.
+
+    A batch has `sweep.parallel` trials of a search, or one seed of all settings that need it.
+    """
     left = sweep.jobs_left(source)
-    while numbers := [*itertools.islice(left, int(sweep.settings.parallel))]:
+    while numbers := [*itertools.islice(left, sweep.batch_size)]:
         batch = [source.overrides(number) for number in numbers]
         results = launcher.launch(batch, initial_job_idx=numbers[0])
         for number, returned in zip(numbers, results, strict=True):

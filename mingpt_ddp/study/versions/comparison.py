@@ -20,12 +20,20 @@ from mingpt_ddp.storage.code_identity import PACKAGE, changed_files, describe, r
 from mingpt_ddp.storage.lease import LockedError
 from mingpt_ddp.storage.lock import acquire_lock
 from mingpt_ddp.storage.run_directory import difference, read_result
+from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.storage.yaml_and_json import read_yaml
 from mingpt_ddp.study.results.analysis.compare import Setting
 from mingpt_ddp.study.results.analysis.version_verdict import Against, version_verdict
 from mingpt_ddp.study.results.experiments import record
-from mingpt_ddp.study.results.objective import TEXT_KEYS
-from mingpt_ddp.study.results.runs import read_jobs
+from mingpt_ddp.study.results.objective import LOSS, TEXT_KEYS
+from mingpt_ddp.study.results.runs import DIVERGED, read_jobs
+from mingpt_ddp.study.results.sequential_record import (
+    SequentialComparison,
+    SequentialRecord,
+    check_seeds,
+    seeds_as_json,
+)
+from mingpt_ddp.study.results.stats.significance import MIN_PAIRS
 from mingpt_ddp.study.versions.code_version import Version, find_commit, find_version
 
 WORDS_OF_A_JOB = ("run.seed", "run.root", "run.name")
@@ -55,7 +63,12 @@ class VersionRun:
 
 
 def compare_versions(
-    names: Sequence[str], seeds: Sequence[int], words: list[str], required: str | None
+    names: Sequence[str],
+    seeds: Sequence[int],
+    words: list[str],
+    required: str | None,
+    until_decided: bool,
+    care: float | None,
 ) -> tuple[str, bool]:
     """Train what is not complete, and add the verdict to experiments.jsonl.
 
@@ -63,6 +76,8 @@ def compare_versions(
         names: Commits, branches or directories. All others are compared with the first.
         words: Words of the train command, the same for all versions.
         required: same_bits, not_worse, or None.
+        until_decided: Stop when each version is decided to be better or worse than the first one.
+        care: A smaller difference is decided too. None if each difference matters.
 
     Returns:
         The verdict, and True if it meets the requirement.
@@ -71,6 +86,9 @@ def compare_versions(
         UserError: A version refuses the words, a job has failed, or code, configuration or text
             changed during the comparison.
     """
+    if until_decided:  # before anything is written
+        numbers = [*map(str, range(len(names)))]
+        check_seeds(SequentialRecord(numbers, seeds_as_json(seeds), None, care))
     commits = [find_commit(name) for name in names]
     versions = [find_version(*each, words) for each in zip(names, commits, strict=True)]
     root, name, configs = _compose(versions)
@@ -86,7 +104,11 @@ def compare_versions(
             run_words.append(f'run.name="{name}/{directory.name}"')
             jobs[label].append(VersionRun(version, run_words, directory, config))
     with _lock(root / name):
-        _train([*zip(*jobs.values(), strict=True)])
+        comparison = None
+        if until_decided:
+            rule = SequentialRecord([*jobs], seeds_as_json(seeds), None, care)
+            comparison = SequentialComparison(root / name, SweepFile(root / name), rule)
+        _train(jobs, comparison)
         verdicts, document, text = version_verdict(_settings(jobs), _digests(jobs))
     recorded = {label: each[0].code for label, each in jobs.items()}
     runs = str(root / name)
@@ -145,38 +167,82 @@ def _lock(directory: Path) -> IO[str]:
         raise LockedError(directory, error.owner, "wait for it, then run this again") from error
 
 
-def _train(rounds: list[tuple[VersionRun, ...]]) -> None:
+def _train(jobs: dict[str, list[VersionRun]], comparison: SequentialComparison | None) -> None:
     """Train the jobs that are not complete. The order alternates by seed: A B, B A, A B ...
 
     Args:
-        rounds: The jobs of all versions, for each seed.
+        jobs: The jobs of each version by its label, one for each seed.
+        comparison: Decides which versions need more seeds. None if all seeds are trained.
 
     Raises:
         UserError: A job has failed, was trained with another code or configuration than its version
             has now, or on another text than earlier jobs of its version.
     """
-    order = list[VersionRun]()
-    for number, jobs in enumerate(rounds):
-        order += jobs[:: -1 if number % 2 else 1]
+    total = sum(map(len, jobs.values()))
+    number = 0
+    stopped = set[str]()  # labels of versions that need no more seeds, although nothing is decided
     texts = dict[str, Any]()  # recorded SHA-256 of the text, by directory of the version
-    for number, job in enumerate(order, 1):
-        if job.result.get("status") != RunStatus.COMPLETE:
-            what = f"{job.version.name}, {job.words[0]}"
-            job.version.check_unchanged()
-            echo_error(f"job {number} of {len(order)}: {what}")
-            job.version.train(job.words)
-            loss, seconds = job.result.get("val_loss"), job.result.get("wall_seconds")
-            echo_error(f"job {number}: validation loss {loss} after {seconds} s")
-        if job.result.get("status") != RunStatus.COMPLETE:
-            raise RunError(f"{job.directory} is not complete; run the same command to go on")
-        _check_code(job)
-        _check_config(job)
-        recorded = job.result.get("data")
-        if texts.setdefault(str(job.version.directory), recorded) != recorded:
-            raise RunError(
-                f"{job.directory} was trained on another text than the jobs of "
-                f"{job.version.name} before it; run the same command again to compare on the text"
-            )
+    rounds = zip(*jobs.values(), strict=True)
+    for i, jobs_of_seed in enumerate(rounds):
+        for label, job in [*zip(jobs, jobs_of_seed, strict=True)][:: -1 if i % 2 else 1]:
+            if comparison is not None and not comparison.is_needed(label, stopped):
+                continue
+            number += 1
+            try:
+                _complete(job, f"job {number} of {total}")
+            except UserError:
+                if comparison is None or not _has_diverged(job):
+                    raise
+                stopped.add(label)
+                continue
+            _check_code(job)
+            _check_config(job)
+            recorded = job.result.get("data")
+            if texts.setdefault(str(job.version.directory), recorded) != recorded:
+                raise RunError(
+                    f"{job.directory} was trained on another text than the jobs of "
+                    f"{job.version.name} before it; run the same command again to compare on the "
+                    "text"
+                )
+            if comparison is not None:
+                seed = comparison.record.seeds[i]
+                comparison.add(label, seed, job.directory, LOSS.value(job.result))
+        if comparison is not None and i + 1 == MIN_PAIRS:
+            stopped |= _with_same_bits(jobs, comparison)
+
+
+def _complete(job: VersionRun, title: str) -> None:
+    """Train a job if it is not complete.
+
+    Raises:
+        UserError: It has failed, or is still not complete.
+    """
+    if job.result.get("status") != RunStatus.COMPLETE:
+        job.version.check_unchanged()
+        echo_error(f"{title}: {job.version.name}, {job.words[0]}")
+        job.version.train(job.words)
+        loss, seconds = job.result.get("val_loss"), job.result.get("wall_seconds")
+        echo_error(f"{title}: validation loss {loss} after {seconds} s")
+    if job.result.get("status") != RunStatus.COMPLETE:
+        raise RunError(f"{job.directory} is not complete; run the same command to go on")
+
+
+def _has_diverged(job: VersionRun) -> bool:
+    return any(record.status == DIVERGED for record in read_jobs([job.directory]))
+
+
+def _with_same_bits(
+    jobs: dict[str, list[VersionRun]], comparison: SequentialComparison
+) -> set[str]:
+    """Return the labels of versions whose first MIN_PAIRS jobs end with the bits of the first."""
+    first = comparison.record.reference
+    labels = [label for label in jobs if comparison.is_needed(label)]
+    digests = _digests({label: jobs[label][:MIN_PAIRS] for label in labels})
+
+    def bits(label: str) -> list[str | None]:
+        return [digests.get(job.directory) for job in jobs[label][:MIN_PAIRS]]
+
+    return {label for label in labels if label != first and bits(label) == bits(first)}
 
 
 def _check_code(job: VersionRun) -> None:
@@ -238,23 +304,30 @@ def _why_unmet(required: str | None, verdicts: list[Against]) -> str:
 
 def _settings(jobs: dict[str, list[VersionRun]]) -> list[Setting]:
     """Return the jobs of each version as a setting."""
-    directories = [job.directory for job in itertools.chain(*jobs.values())]
+    every_job = itertools.chain(*jobs.values())
+    directories = [job.directory for job in every_job if job.directory.is_dir()]
     records = {record.directory: record for record in read_jobs(directories)}
     settings = []
     for label, jobs_of_version in jobs.items():
-        replicates = [records[job.directory] for job in jobs_of_version]
+        replicates = [records[job.directory] for job in jobs_of_version if job.directory in records]
         settings.append(Setting(replicates, replicates[0].config, label))
     return settings
 
 
 def _digests(jobs: dict[str, list[VersionRun]]) -> dict[Path, str]:
-    """Return the hashes of the last weights and optimizer states as JSON, by run directory."""
+    """Return the hashes of the last weights and optimizer states of complete jobs.
+
+    Returns:
+        The hashes as JSON, by run directory.
+    """
     from mingpt_ddp.snapshots.format import WEIGHT_KINDS
     from mingpt_ddp.snapshots.hashes import hash_snapshot
     from mingpt_ddp.snapshots.read.load import load
 
     digests = {}
     for job in itertools.chain(*jobs.values()):
+        if job.result.get("status") != RunStatus.COMPLETE:
+            continue  # it was not needed
         hashes = hash_snapshot(load(str(job.directory), WEIGHT_KINDS))
         digests[job.directory] = json.dumps(hashes)
     return digests

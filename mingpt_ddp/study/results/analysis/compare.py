@@ -9,6 +9,7 @@ from pathlib import Path
 from mingpt_ddp.errors import command, counted
 from mingpt_ddp.study.results.formats import assignments, cut
 from mingpt_ddp.study.results.groups import Group, best_group, seed_of
+from mingpt_ddp.study.results.objective import objective_named
 from mingpt_ddp.study.results.runs import (
     DIVERGED,
     RunRecord,
@@ -17,8 +18,11 @@ from mingpt_ddp.study.results.runs import (
     identity,
     varying,
 )
+from mingpt_ddp.study.results.sequential_record import SequentialRecord, read_sequential
+from mingpt_ddp.study.results.stats.sequential import Decision
 from mingpt_ddp.study.results.stats.significance import (
     LEVEL,
+    SEQUENTIAL,
     Difference,
     difference,
     holm,
@@ -42,6 +46,17 @@ class Setting(Group):
         return sum(job.status not in ("complete", DIVERGED) for job in self.jobs)
 
 
+@dataclass(frozen=True)
+class SequentialVerdict:
+    """What a comparison with until=decided has found."""
+
+    decision: Decision
+    pairs: int  # the pairs of seeds that count
+    planned: int
+    care: float | None
+    comparisons: int  # all comparisons with the same reference, for which p is corrected
+
+
 @dataclass
 class Comparison:
     """The reference against another setting. Every verdict comes from here.
@@ -57,6 +72,7 @@ class Comparison:
     difference: Difference | None
     why: str | None  # the reason if nothing can be said
     p: float = 1.0  # p-value of the difference, corrected for all pairs of settings
+    sequential: SequentialVerdict | None = None  # None if the number of seeds was fixed
 
     @property
     def in_order(self) -> tuple[Setting, Setting]:
@@ -114,8 +130,11 @@ def compare(settings: Sequence[Setting]) -> list[Comparison]:
 
     Returns:
         A comparison for each other setting. The list is empty if no setting has a mean over two
-        seeds.
+        seeds. Settings of a comparison with until=decided are compared with its reference, by its
+        recorded decisions.
     """
+    if (comparisons := _recorded(settings)) is not None:
+        return comparisons
     best = best_group(settings)
     if best is None or best.complete < 2:
         return []
@@ -124,6 +143,8 @@ def compare(settings: Sequence[Setting]) -> list[Comparison]:
 
 def compare_with_first(settings: Sequence[Setting]) -> list[Comparison]:
     """Compare the first setting, which no result has chosen, with each other one."""
+    if (comparisons := _recorded(settings)) is not None:
+        return comparisons
     return _compare(settings[0], settings, len(settings) - 1)
 
 
@@ -140,6 +161,66 @@ def _compare(reference: Setting, settings: Sequence[Setting], tests: int) -> lis
     for comparison, p in zip(tested, holm(ps, tests), strict=True):
         comparison.p = p
     return comparisons
+
+
+def _recorded(settings: Sequence[Setting]) -> list[Comparison] | None:
+    """Compare the settings of one comparison with until=decided.
+
+    Return None if the settings belong to none or to several, or if the reference is not among them.
+    """
+    records = [_record_of(setting) for setting in settings]
+    parents = {setting.first.directory.parent for setting in settings}
+    record = records[0]
+    if record is None or None in records or len(parents) > 1:
+        return None
+    if objective_named(record.metric) != settings[0].ranked_by:
+        return None
+    by_label = {_label_in(record, each): each for each in settings}
+    reference = by_label.pop(record.reference, None)
+    if reference is None or len(by_label) != len(settings) - 1:
+        return None
+    return [
+        _sequential(record, label, reference, by_label[label])
+        for label in record.settings
+        if label in by_label
+    ]
+
+
+def _record_of(setting: Setting) -> SequentialRecord | None:
+    """Return the record of the comparison with until=decided to which a setting belongs."""
+    record = read_sequential(setting.first.directory.parent)
+    return record if record and _label_in(record, setting) else None
+
+
+def _label_in(record: SequentialRecord, setting: Setting) -> str | None:
+    """Return the label that a record has for a setting, or None if it has none."""
+    labels = (record.setting_of(job.directory) for job in setting.jobs)
+    return next(filter(None, labels), None)
+
+
+def _sequential(
+    record: SequentialRecord, label: str, reference: Setting, other: Setting
+) -> Comparison:
+    """Compare a setting with the reference by the recorded decision, or by the pairs so far."""
+    pairs, missing = record.pairs(reference.costs, other.costs)
+    why = None
+    for setting in (reference, other):
+        if missing in setting.diverged:
+            why = f"seed {missing} of {setting.label} diverged"
+    if label in record.decided:
+        pairs, why = record.decided[label], None
+    evidence = record.test.evidence(pairs)
+    decision = Decision.UNDECIDED if evidence is None else evidence.decision
+    verdict = SequentialVerdict(
+        decision, len(pairs), len(record.seeds), record.care, record.test.comparisons
+    )
+    if evidence is None or not math.isfinite(evidence.high):
+        return Comparison(reference, other, None, why, sequential=verdict)
+    n = len(pairs)
+    found = Difference(
+        evidence.difference, evidence.low, evidence.high, evidence.p, SEQUENTIAL, (n, n), 0
+    )
+    return Comparison(reference, other, found, why, evidence.p, verdict)
 
 
 def pairs_of(settings: Iterable[Setting]) -> int:
@@ -168,6 +249,12 @@ def _why_incomparable(one: Setting, other: Setting) -> str | None:
         if setting.complete < 2:
             one_seed = "one seed, which says nothing about chance"
             return f"{name} has {one_seed if setting.complete else 'no complete job'}; {MORE_SEEDS}"
+    for setting in (one, other):
+        if _record_of(setting) is not None:
+            return (
+                f"the results of {setting.label} have chosen its number of seeds (until=decided); "
+                "it compares with the first setting of its own sweep, by the metric of that sweep"
+            )
     if one.config.get(PART) != other.config.get(PART):
         return (
             f"they were measured on different parts of the validation split ({PART}); "

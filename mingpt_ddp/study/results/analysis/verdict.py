@@ -12,6 +12,7 @@ from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.study.results.analysis.compare import (
     MORE_SEEDS,
     Comparison,
+    SequentialVerdict,
     Setting,
     compare,
     pairs_of,
@@ -28,7 +29,8 @@ from mingpt_ddp.study.results.notes import (
 )
 from mingpt_ddp.study.results.objective import LOSS, is_text
 from mingpt_ddp.study.results.runs import RunRecord, by_objective, read_jobs
-from mingpt_ddp.study.results.stats.significance import PAIRED, Difference
+from mingpt_ddp.study.results.stats.sequential import Decision
+from mingpt_ddp.study.results.stats.significance import PAIRED, SEQUENTIAL, Difference
 
 MOST_DECIMALS = 8
 
@@ -55,7 +57,7 @@ def verdict(
             "there is one setting to compare; name runs that differ in more than run.seed"
         )
     comparisons = compare(settings)
-    pairs = pairs_of(settings)
+    pairs = _tests(settings, comparisons)
     notes = comparison_notes(jobs) + notes_on(settings, comparisons, pairs)
     document = to_numbers(jobs, settings, comparisons, notes, pairs)
     if comparisons:
@@ -99,7 +101,11 @@ def sentences(groups: list[Group], directories: list[Path], most: int) -> list[s
     if len(comparisons) > most:
         command = compare_command(directories, groups[0].ranked_by)
         conclusions.append(f"and {len(comparisons) - most} more: `{command}`")
-    return [*_order_notes(settings, comparisons), *conclusions, *_correction(pairs_of(settings))]
+    return [
+        *_order_notes(settings, comparisons),
+        *conclusions,
+        *_correction(comparisons, _tests(settings, comparisons)),
+    ]
 
 
 def nothing(settings: list[Setting]) -> str:
@@ -115,6 +121,8 @@ def nothing(settings: list[Setting]) -> str:
 
 def sentence(comparison: Comparison) -> str:
     """Return the verdict of a comparison as a sentence."""
+    if comparison.sequential is not None:
+        return _sequential_sentence(comparison, comparison.sequential)
     difference = comparison.difference
     if difference is None:
         names = f"{comparison.other.label} against {comparison.reference.label}"
@@ -128,6 +136,24 @@ def sentence(comparison: Comparison) -> str:
     return f"no difference shown between {first.label} and {second.label}: {amount}"
 
 
+def _sequential_sentence(comparison: Comparison, verdict: SequentialVerdict) -> str:
+    """Return the verdict of a comparison with until=decided as a sentence."""
+    first, second = comparison.in_order
+    difference = comparison.difference
+    amount = f"{verdict.pairs} of {verdict.planned} pairs of seeds"
+    if difference is not None:
+        if first is not comparison.reference:
+            difference = difference.reversed
+        amount = _amount(difference, comparison.p)
+    if verdict.decision is Decision.DIFFERENT:
+        return f"{first.label} is better than {second.label} by {amount}"
+    if verdict.decision is Decision.SMALLER:
+        names = f"the difference between {first.label} and {second.label}"
+        return f"{names} is smaller than {verdict.care:g}: {amount}"
+    why = f"{comparison.why}; " if comparison.why else ""
+    return f"not decided between {first.label} and {second.label}: {why}{amount}"
+
+
 def _amount(difference: Difference, p: float) -> str:
     """Return `0.314 ± 0.052 (95% interval 0.262 to 0.366, 3 paired seeds, p = 0.002)`."""
     half = (difference.high - difference.low) / 2
@@ -137,7 +163,11 @@ def _amount(difference: Difference, p: float) -> str:
         for value in (difference.difference, half, difference.low, difference.high)
     )
     ours, theirs = difference.seeds
-    seeds = f"{ours} paired seeds" if difference.test == PAIRED else f"{ours} and {theirs} seeds"
+    seeds = f"{ours} and {theirs} seeds"
+    if difference.test in (PAIRED, SEQUENTIAL):
+        seeds = f"{ours} paired seeds"
+    if difference.test == SEQUENTIAL:
+        seeds = f"sequential test after {seeds}"
     if difference.left_out:
         seeds += f", {counted(difference.left_out, 'unpaired seed')} left out"
     chance = f"p = {p:.2g}" if p >= 1e-4 else "p < 0.0001"
@@ -161,7 +191,12 @@ def notes_on(settings: list[Setting], comparisons: list[Comparison], pairs: int)
         if setting.unfinished:
             jobs_left_out = counted(setting.unfinished, "job")
             notes.append(f"{jobs_left_out} of {setting.label} not counted: not complete")
-    return notes + _diverged(settings) + _order_notes(settings, comparisons) + _correction(pairs)
+    return (
+        notes
+        + _diverged(settings)
+        + _order_notes(settings, comparisons)
+        + _correction(comparisons, pairs)
+    )
 
 
 def _diverged(settings: list[Setting]) -> list[str]:
@@ -189,8 +224,20 @@ def _order_notes(settings: list[Setting], comparisons: list[Comparison]) -> list
     return notes
 
 
-def _correction(pairs: int) -> list[str]:
+def _tests(settings: list[Setting], comparisons: list[Comparison]) -> int:
+    """Return the number of tests for which p is corrected."""
+    if comparisons and (first := comparisons[0].sequential):
+        return first.comparisons
+    return pairs_of(settings)
+
+
+def _correction(comparisons: list[Comparison], pairs: int) -> list[str]:
     """Return a note on the p-values of several comparisons."""
+    if comparisons and comparisons[0].sequential:
+        text = "until=decided: the test is sequential, so that stopping when it is decided is fair"
+        if pairs > 1:
+            text += f"; p and intervals are corrected for {pairs} comparisons with the first"
+        return [text]
     if pairs < 2:
         return []
     return [
@@ -250,6 +297,10 @@ def _comparison_numbers(comparison: Comparison) -> dict[str, Any]:
         "better": better.label if better else None,
         "sentence": sentence(comparison),
     }
+    if comparison.sequential:
+        verdict = comparison.sequential
+        numbers |= {"decision": verdict.decision.value, "pairs": verdict.pairs}
+        numbers["planned_pairs"] = verdict.planned
     if comparison.difference:
         numbers |= {**asdict(comparison.difference), "p_corrected": comparison.p}
     return numbers

@@ -90,7 +90,13 @@ def version_verdict(
     comparisons = compare_with_first(settings)
     verdicts = []
     for other, comparison in zip(others, comparisons, strict=True):
-        bits = {seed_of(job): _bits(ours[seed_of(job)], job, digests) for job in other.jobs}
+        bits = {
+            seed: _bits(ours[seed], job, digests)
+            for job in other.jobs
+            if (seed := seed_of(job)) in ours
+            and job.directory in digests
+            and ours[seed].directory in digests
+        }
         verdicts.append(Against(first, other, comparison, bits))
     notes = comparison_notes(jobs, are_versions=True)
     notes += notes_on(settings, comparisons, len(others))

@@ -9,6 +9,7 @@ from mingpt_ddp.study.results.stats.intervals import CONFIDENCE
 LEVEL = 1 - CONFIDENCE  # how often settings without a difference may be called different
 MIN_PAIRS = 3
 PAIRED = "paired t"
+SEQUENTIAL = "sequential"
 # Relative to the values: a smaller spread is rounding, and no measure of chance.
 ROUNDING = 1e-12
 Values = Mapping[str, float]  # the values of a setting, by seed
@@ -22,7 +23,7 @@ class Difference:
     low: float  # lower end of the 95% interval
     high: float
     p: float  # two-sided: how often chance alone makes a difference as large
-    test: str  # PAIRED, or Welch
+    test: str  # PAIRED, SEQUENTIAL, or Welch
     seeds: tuple[int, int]  # number of tested seeds of each setting
     left_out: int  # number of seeds without a pair, which a paired test leaves out
 

@@ -409,3 +409,52 @@ def test_what_turns_the_direction_of_text_is_escaped(tmp_path, call):
     assert r"x\u202ey" in body and r"x\\u202ey" in figures
     assert not re.search("[\x1b\x07\u2028-\u202e\u2066-\u2069]", out + body + figures)
     assert not re.search(r"[^\\]\\u20(2[89a-e]|6[6-9])", figures), "as JSON's escape"
+
+
+def decided_at(root, losses, decided, seeds=12, care=None):
+    """Record that a comparison of learning rates with until=decided has these pairs."""
+    runs = {
+        label: {str(seed): f"run.seed={seed},optimizer.lr={label}" for seed in range(1, seeds + 1)}
+        for label in losses
+    }
+    rule = {"settings": [*losses], "seeds": [*map(str, range(1, seeds + 1))], "metric": None}
+    record = {**rule, "care": care, "runs": runs, "decided": decided}
+    root.mkdir(exist_ok=True)
+    (root / "sweep.json").write_text(json.dumps({"until_decided": record}))
+    for label, each in losses.items():
+        replicate(root, each, lr=float(label))
+
+
+def test_a_recorded_decision_counts_whatever_the_results_say(tmp_path, call):
+    better = [[1.0, 2.0 + seed / 100] for seed in range(6)]
+    decided_at(tmp_path, {"0.001": [3.0, 3.1, 3.2], "0.003": [1.0, 1.1, 1.2]}, {"0.003": better})
+    *_, note, said = call(tmp_path, "compare")[1].splitlines()
+    assert said.startswith("lr=0.001 is better than lr=0.003 by 1.025 ± ")
+    assert "sequential test after 6 paired seeds" in said and "the test is sequential" in note
+    assert said in shown_on_page_after(call, tmp_path)
+
+
+def shown_on_page_after(call, directory):
+    call(directory)
+    return unescape((directory / "report.html").read_text())
+
+
+def test_nothing_else_is_said_of_settings_that_are_not_decided(tmp_path, call):
+    """The fixed test would call lr=0.001 better, but results have chosen the number of seeds."""
+    root, other = tmp_path / "a", tmp_path / "b"
+    decided_at(root, {"0.001": [1.0, 1.1, 1.2], "0.003": [2.0, 2.11, 2.19]}, {})
+    said = call(root, "compare")[1].splitlines()[-1]
+    assert said == "not decided between lr=0.001 and lr=0.003: 3 of 12 pairs of seeds"
+    found = strict(call(root, "compare", "format=json")[1])["comparisons"][0]
+    assert (found["decision"], found["better"], found["pairs"]) == ("undecided", None, 3)
+    replicate(other, [5.0, 5.1, 5.2], lr=0.009)
+    lines = call(root, other, "compare")[1].splitlines()
+    assert sum("have chosen its number of seeds (until=decided)" in line for line in lines) == 2
+    by_another = call(root, "compare", "metric=best_val_loss")[1]
+    assert "is better" not in by_another
+
+
+def test_a_diverged_seed_ends_a_comparison_until_decided(tmp_path, call):
+    decided_at(tmp_path, {"0.001": [1.0, 1.1], "0.003": [2.0, NAN]}, {})
+    said = call(tmp_path, "compare")[1].splitlines()[-1]
+    assert said.startswith("not decided between lr=0.001 and lr=0.003: seed 2 of lr=0.003 diverged")

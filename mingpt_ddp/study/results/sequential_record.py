@@ -1,0 +1,214 @@
+"""The record of a comparison that ends as soon as it is decided (`until=decided`)."""
+
+import json
+import logging
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mingpt_ddp.config.validation import check
+from mingpt_ddp.storage.sweep_file import SweepFile, recorded_until_decided
+from mingpt_ddp.storage.yaml_and_json import finite
+from mingpt_ddp.study.results.stats.sequential import Decision, Pair, SequentialTest
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class SequentialRecord:
+    """The rule of a comparison, the runs of its settings, and what it has decided."""
+
+    settings: list[str]  # labels; the first setting is the reference
+    seeds: list[str]  # as JSON, in the order in which their pairs count
+    metric: str | None  # sweep.metric
+    care: float | None
+    # Names of the run directories that count, by label and seed.
+    runs: dict[str, dict[str, str]] = field(default_factory=dict)
+    decided: dict[str, list[Pair]] = field(default_factory=dict)  # pairs that decided, by label
+
+    @property
+    def reference(self) -> str:
+        return self.settings[0]
+
+    @property
+    def test(self) -> SequentialTest:
+        return SequentialTest(len(self.settings) - 1, self.care)
+
+    def setting_of(self, directory: Path) -> str | None:
+        """Return the label of the setting to which a run directory belongs, or None."""
+        for label, names in self.runs.items():
+            if directory.name in names.values():
+                return label
+        return None
+
+    def pairs(
+        self, reference: Mapping[str, float], other: Mapping[str, float]
+    ) -> tuple[list[Pair], str | None]:
+        """Pair the costs by seed, up to the first seed that one of the settings lacks.
+
+        Args:
+            reference, other: Costs by seed as JSON.
+
+        Returns:
+            The pairs, and that seed. None if there are pairs of all seeds.
+        """
+        pairs = list[Pair]()
+        for seed in self.seeds:
+            pair = Pair(reference.get(seed, math.inf), other.get(seed, math.inf))
+            if not math.isfinite(pair.difference):
+                return pairs, seed
+            pairs.append(pair)
+        return pairs, None
+
+
+def read_sequential(directory: Path) -> SequentialRecord | None:
+    """Read the record in the directory of a comparison. None if its number of seeds was fixed.
+
+    The file is untrusted.
+    """
+    values = recorded_until_decided(directory)
+    try:
+        settings = [*map(str, values["settings"])]
+        decided = {
+            str(label): [Pair(_number(a), _number(b)) for a, b in pairs]
+            for label, pairs in values["decided"].items()
+        }
+        return SequentialRecord(
+            settings,
+            [*map(str, values["seeds"])],
+            None if values["metric"] is None else str(values["metric"]),
+            None if values["care"] is None else _number(values["care"]),
+            {
+                str(label): {str(seed): str(name) for seed, name in names.items()}
+                for label, names in values["runs"].items()
+            },
+            {label: pairs for label, pairs in decided.items() if label in settings[1:]},
+        )
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def _number(value: Any) -> float:
+    number = finite(value)
+    if number is None:
+        raise ValueError
+    return number
+
+
+class SequentialComparison:
+    """Decides which settings need more seeds. A decision is written before another job starts."""
+
+    def __init__(self, directory: Path, file: SweepFile, rule: SequentialRecord) -> None:
+        """Begin a comparison, or go on with the recorded one.
+
+        Args:
+            directory: Directory that holds the runs.
+            file: The sweep file of this directory.
+            rule: A record without runs.
+
+        Raises:
+            ConfigError: There are too few seeds, or the directory records another rule.
+        """
+        check_seeds(rule)
+        before = read_sequential(directory)
+        if before is not None:
+            _check_rule(directory, before, rule)
+            rule.runs = before.runs
+            rule.decided = before.decided
+        self.record = rule
+        self._file = file
+        self._costs: dict[str, dict[str, float]] = {label: {} for label in rule.settings}
+        self._write()
+
+    def is_needed(self, label: str, failed: Collection[str] = ()) -> bool:
+        """Return True if a setting needs more seeds.
+
+        Args:
+            failed: Labels of settings of which a job has failed.
+        """
+        open_ones = [
+            each
+            for each in self.record.settings[1:]
+            if each not in self.record.decided and each not in failed
+        ]
+        if self.record.reference in failed:
+            return False
+        return bool(open_ones) if label == self.record.reference else label in open_ones
+
+    def add(self, label: str, seed: str, directory: Path, cost: float) -> None:
+        """Count the result of a job, decide what can be decided, and write both down.
+
+        Args:
+            seed: As JSON.
+            cost: The objective; lower is better.
+        """
+        self.record.runs.setdefault(label, {})[seed] = directory.name
+        self._costs[label][seed] = cost
+        for other in self.record.settings[1:]:
+            if other not in self.record.decided:
+                self._decide(other)
+        self._write()
+
+    def _decide(self, other: str) -> None:
+        record = self.record
+        pairs, _ = record.pairs(self._costs[record.reference], self._costs[other])
+        n = record.test.decided_after(pairs)
+        if n is None:
+            return
+        record.decided[other] = pairs[:n]
+        evidence = record.test.evidence(pairs[:n])
+        assert evidence is not None
+        what = f"differs from {record.reference} by less than {record.care}"
+        if evidence.decision is Decision.DIFFERENT:
+            better = "worse" if evidence.difference > 0 else "better"
+            what = f"is {better} than {record.reference}"
+        log.info("decided after %d pairs of seeds: %s %s", n, other, what)
+
+    def _write(self) -> None:
+        decided = {
+            label: [[pair.reference, pair.other] for pair in pairs]
+            for label, pairs in self.record.decided.items()
+        }
+        self._file.keep_until_decided({**asdict(self.record), "decided": decided})
+
+
+def seeds_as_json(seeds: Sequence[int]) -> list[str]:
+    return [*map(json.dumps, seeds)]
+
+
+def check_seeds(rule: SequentialRecord) -> None:
+    """Refuse seeds that are too few to decide anything.
+
+    Raises:
+        ConfigError: It says how many are needed.
+    """
+    least = rule.test.least_pairs
+    comparisons = len(rule.settings) - 1
+    check(
+        len(rule.seeds) >= least,
+        f"until=decided cannot decide {comparisons} comparison{'s' * (comparisons > 1)} with "
+        f"{len(rule.seeds)} seeds: give {least} or more, better 12",
+    )
+
+
+def _check_rule(directory: Path, before: SequentialRecord, now: SequentialRecord) -> None:
+    """Refuse a rule that differs from the recorded one. Seeds may be added at the end.
+
+    Raises:
+        ConfigError: It names the difference.
+    """
+    advice = "restore that, or choose another run.name"
+    for name in ("settings", "metric", "care"):
+        then, new = getattr(before, name), getattr(now, name)
+        check(
+            then == new,
+            f"{directory} was begun with until=decided and {name} {then}, now {new}; {advice}",
+        )
+    shorter = min(len(before.seeds), len(now.seeds))
+    check(
+        before.seeds[:shorter] == now.seeds[:shorter],
+        f"{directory} was begun with until=decided and seeds {', '.join(before.seeds)} in this "
+        "order; add seeds at the end only",
+    )

@@ -1,0 +1,104 @@
+"""Which jobs of a sweep with sweep.until=decided are still needed."""
+
+import itertools
+from collections.abc import Collection
+from pathlib import Path
+
+from hydra.core.override_parser.types import Override
+
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.validation import check
+from mingpt_ddp.storage.run_directory import read_result
+from mingpt_ddp.storage.sweep_file import SweepFile
+from mingpt_ddp.study.results.objective import objective_named
+from mingpt_ddp.study.results.sequential_record import (
+    SequentialComparison,
+    SequentialRecord,
+    check_seeds,
+    seeds_as_json,
+)
+from mingpt_ddp.study.sweeps.checks import choices, is_seed
+
+
+def rule_of(config: Config, overrides: list[Override]) -> SequentialRecord | None:
+    """Return the rule of a sweep with sweep.until=decided. None if it trains all seeds.
+
+    Args:
+        config: Configuration of the first job.
+
+    Raises:
+        ConfigError: The sweep has nothing to compare, or too few seeds.
+    """
+    settings = config.sweep
+    if settings.until is None:
+        return None
+    check(
+        config.run.name is not None and config.run.resume != "never",
+        "sweep.until=decided records its decisions in the directory of the sweep; give it a "
+        "run.name, and leave out run.resume=never",
+    )
+    values = choices(overrides, settings.zip or ())
+    seed_words = [each[0] for each in itertools.chain(*filter(is_seed, values))]
+    seeds = [word.partition("=")[2] for word in seed_words]
+    check(
+        len(seeds) > 1 and all(map(str.isdecimal, seeds)) and len({*map(int, seeds)}) == len(seeds),
+        "sweep.until=decided pairs the seeds of its settings; list different seeds, as in "
+        "run.seed=1,2,3,4,5,6,7,8,9,10,11,12, and leave run.seed out of sweep.zip",
+    )
+    # Each varying key of a setting, without the keys that have one value.
+    varying = [words for words in values if len(words) > 1 and not is_seed(words)]
+    labels = [", ".join(itertools.chain(*words)) for words in itertools.product(*varying)]
+    check(
+        len(labels) > 1,
+        "sweep.until=decided compares settings; list values of another key than run.seed",
+    )
+    rule = SequentialRecord(
+        labels, seeds_as_json([*map(int, seeds)]), settings.metric, settings.care
+    )
+    check_seeds(rule)
+    return rule
+
+
+class NeededJobs:
+    """Decides on rank zero which jobs a sweep still needs. Jobs are numbered seed by seed."""
+
+    def __init__(self, directory: Path, file: SweepFile, rule: SequentialRecord) -> None:
+        """
+        Raises:
+            ConfigError: The directory records another rule.
+        """
+        self._directory = directory
+        self._comparison = SequentialComparison(directory, file, rule)
+
+    def is_needed(self, number: int, failed: Collection[int]) -> bool:
+        """Return True if a job is needed to decide about its setting.
+
+        Args:
+            failed: Numbers of the failed jobs.
+        """
+        return self._comparison.is_needed(self._label(number), {*map(self._label, failed)})
+
+    def n_settings(self, failed: Collection[int]) -> int:
+        """Return the number of settings that need more seeds. Each seed has one job of each."""
+        numbers = range(len(self._comparison.record.settings))
+        return sum(self.is_needed(number, failed) for number in numbers)
+
+    def directory_of(self, number: int) -> Path | None:
+        """Return the directory of a job that has counted, or None."""
+        label, seed = self._label(number), self._seed(number)
+        name = self._comparison.record.runs.get(label, {}).get(seed)
+        return self._directory / name if name else None
+
+    def add(self, number: int, directory: Path) -> None:
+        """Count the result of a job, and write down what it decides."""
+        objective = objective_named(self._comparison.record.metric)
+        cost = objective.cost(objective.value(read_result(directory)))
+        self._comparison.add(self._label(number), self._seed(number), directory, cost)
+
+    def _label(self, number: int) -> str:
+        settings = self._comparison.record.settings
+        return settings[number % len(settings)]
+
+    def _seed(self, number: int) -> str:
+        record = self._comparison.record
+        return record.seeds[number // len(record.settings)]

@@ -1,0 +1,86 @@
+"""Which jobs sweep.until=decided still needs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.storage.sweep_file import SweepFile
+from mingpt_ddp.study.results.sequential_record import SequentialRecord, read_sequential
+from mingpt_ddp.study.sweeps.until_decided import NeededJobs
+
+SETTINGS = ["lr=1", "lr=2", "lr=3"]
+SEEDS = [*map(str, range(1, 13))]
+
+
+def start(root, seeds=SEEDS, care=None):
+    rule = SequentialRecord([*SETTINGS], [*seeds], None, care)
+    return NeededJobs(root, SweepFile(root), rule)
+
+
+def end(jobs, root, number, loss):
+    """Let a job end with this loss."""
+    directory = root / f"job{number}"
+    directory.mkdir(exist_ok=True)
+    (directory / "result.json").write_text(json.dumps({"val_loss": loss}))
+    jobs.add(number, directory)
+
+
+def loss_of(number):
+    """The second setting is much worse than the first; the third is the same, with noise."""
+    seed, setting = divmod(number, 3)
+    return seed + [0.0, 1.0 + seed / 50, (-1) ** seed / 10][setting]
+
+
+def needed(jobs, failed=()):
+    return [number for number in range(3 * len(SEEDS)) if jobs.is_needed(number, failed)]
+
+
+def test_a_decided_setting_gets_no_more_seeds_after_a_restart_too(tmp_path):
+    jobs = start(tmp_path)
+    assert len(needed(jobs)) == 36 and jobs.n_settings(()) == 3
+    for number in range(3 * 6):
+        end(jobs, tmp_path, number, loss_of(number))
+    for each in (jobs, start(tmp_path)):
+        assert {number % 3 for number in needed(each)} == {0, 2} and each.n_settings(()) == 2
+        assert each.directory_of(4) == tmp_path / "job4" and each.directory_of(34) is None
+    assert [*read_sequential(tmp_path).decided] == ["lr=2"]
+
+
+def test_pairs_count_in_the_order_of_seeds_not_of_ends(tmp_path):
+    """The results of later seeds wait for the first one."""
+    jobs = start(tmp_path)
+    for number in range(3, 3 * 9):
+        end(jobs, tmp_path, number, loss_of(number))
+    assert not read_sequential(tmp_path).decided
+    for number in range(3):
+        end(jobs, tmp_path, number, loss_of(number))
+    in_order = tmp_path / "in order"
+    in_order.mkdir()
+    others = start(in_order)
+    for number in range(3 * 9):
+        end(others, in_order, number, loss_of(number))
+    assert read_sequential(tmp_path).decided == read_sequential(in_order).decided != {}
+
+
+def test_a_failed_job_ends_the_comparisons_of_its_setting(tmp_path):
+    jobs = start(tmp_path)
+    assert {number % 3 for number in needed(jobs, failed=[4])} == {0, 2}
+    assert needed(jobs, failed=[3]) == [], "nothing can be compared without the first setting"
+    assert needed(jobs, failed=[1, 2]) == []
+
+
+def test_seeds_may_be_added_at_the_end_only(tmp_path):
+    start(tmp_path)
+    assert len(start(tmp_path, [*SEEDS, "13"])._comparison.record.seeds) == 13
+    for seeds, care in ((["2", "1", *SEEDS[2:]], None), (SEEDS, 0.1)):
+        with pytest.raises(ConfigError, match="was begun with until=decided"):
+            start(tmp_path, seeds, care)
+
+
+def test_a_broken_record_counts_as_none(tmp_path):
+    for record in (None, 1, {"settings": 3}, {"settings": [], "decided": {"a": [["nan", 1]]}}):
+        (tmp_path / "sweep.json").write_text(json.dumps({"until_decided": record}))
+        assert read_sequential(tmp_path) is None
