@@ -59,13 +59,13 @@ def test_killed_it_goes_on_trains_no_seed_twice_and_its_decision_stands(tmp_path
     assert len(pairs) == n
 
     said = compare(tmp_path)
-    assert "optimizer.lr=0.01 is better than optimizer.lr=1e-07 by " in said
+    assert "lr=0.01 is better than lr=1e-7 by " in said
     assert f"sequential test after {n} paired seeds" in said and "until=decided" in said
     # The results of the other setting are now the better ones, but what was decided stands.
     for path in sweep.glob("optimizer.lr=1e-07,*/result.json"):
         result = json.loads(path.read_text())
         path.write_text(json.dumps({**result, "val_loss": 0.5}))
-    assert "optimizer.lr=0.01 is better than optimizer.lr=1e-07 by " in compare(tmp_path)
+    assert "lr=0.01 is better than lr=1e-7 by " in compare(tmp_path)
     (comparison,) = json.loads(compare(tmp_path, "format=json"))["comparisons"]
     assert (comparison["decision"], comparison["test"]) == ("different", "sequential")
     assert comparison["pairs"] == n and comparison["planned_pairs"] == len(SEEDS)
@@ -90,20 +90,12 @@ def test_other_ways_to_run_the_jobs_decide_the_same(way, tmp_path):
         assert len(trained) <= n + (way == "concurrent"), "a job that runs may finish first"
 
 
-def test_a_difference_below_care_and_a_diverged_setting_end_the_sweep(tmp_path):
-    """The weight decay changes next to nothing in six steps; the other rate diverges."""
-    words = [word for word in SWEEP if not word.startswith("optimizer.lr")]
-    words = [word.replace("run.name=lr", "run.name=decay") for word in words]
-    command = [*python_main(), "-m", *words, "optimizer.weight_decay=0.1,0.11", "sweep.care=0.05"]
-    assert "differs from optimizer.weight_decay=0.1 by less than 0.05" in succeed(command, tmp_path)
-    text = succeed(tool("report", "outputs/decay", "compare"), tmp_path)
-    assert "optimizer.weight_decay=0.11 is smaller than 0.05: " in text
-
+def test_a_diverged_setting_ends_the_sweep(tmp_path):
     diverging = [word.replace("0.01,1e-07", "0.01,1e+30") for word in SWEEP]
     text = fail([*python_main(), "-m", *diverging], tmp_path)
     assert "18 not needed" in text and len(seeds_of(tmp_path / "outputs" / "lr", "1e+30")) == 0
     said = compare(tmp_path)
-    assert re.search(r"not decided between .*: seed 1 of optimizer.lr=1e\+30 diverged", said)
+    assert re.search(r"not decided between .*: seed 1 of .* diverged", said)
 
 
 def test_bad_rules_are_refused_before_anything_is_written(tmp_path):

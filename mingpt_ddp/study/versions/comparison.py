@@ -25,8 +25,9 @@ from mingpt_ddp.storage.yaml_and_json import read_yaml
 from mingpt_ddp.study.results.analysis.compare import Setting
 from mingpt_ddp.study.results.analysis.version_verdict import Against, version_verdict
 from mingpt_ddp.study.results.experiments import record
+from mingpt_ddp.study.results.formats import duration, fixed
 from mingpt_ddp.study.results.objective import LOSS, TEXT_KEYS
-from mingpt_ddp.study.results.runs import DIVERGED, read_jobs
+from mingpt_ddp.study.results.runs import DIVERGED, number, read_jobs
 from mingpt_ddp.study.results.sequential_record import (
     SequentialComparison,
     SequentialRecord,
@@ -93,13 +94,11 @@ def compare_versions(
     versions = [find_version(*each, words) for each in zip(names, commits, strict=True)]
     root, name, configs = _compose(versions)
     jobs: dict[str, list[VersionRun]] = {}
-    for number, (version, config) in enumerate(zip(versions, configs, strict=True), 1):
-        label = version.name if names.count(version.name) == 1 else f"{number}: {version.name}"
+    for nth, (version, config) in enumerate(zip(versions, configs, strict=True), 1):
+        label = version.name if names.count(version.name) == 1 else f"{nth}: {version.name}"
         jobs[label] = []
         for seed in seeds:
-            directory = (
-                root / name / f"{number}-{NOT_IN_NAMES.sub('_', version.name)},run.seed={seed}"
-            )
+            directory = root / name / f"{nth}-{NOT_IN_NAMES.sub('_', version.name)},run.seed={seed}"
             run_words = [f"run.seed={seed}", f"run.root={hydra_value(str(root))}"]
             run_words.append(f'run.name="{name}/{directory.name}"')
             jobs[label].append(VersionRun(version, run_words, directory, config))
@@ -179,7 +178,7 @@ def _train(jobs: dict[str, list[VersionRun]], comparison: SequentialComparison |
             has now, or on another text than earlier jobs of its version.
     """
     total = sum(map(len, jobs.values()))
-    number = 0
+    n_jobs = 0
     stopped = set[str]()  # labels of versions that need no more seeds, although nothing is decided
     texts = dict[str, Any]()  # recorded SHA-256 of the text, by directory of the version
     rounds = zip(*jobs.values(), strict=True)
@@ -187,9 +186,9 @@ def _train(jobs: dict[str, list[VersionRun]], comparison: SequentialComparison |
         for label, job in [*zip(jobs, jobs_of_seed, strict=True)][:: -1 if i % 2 else 1]:
             if comparison is not None and not comparison.is_needed(label, stopped):
                 continue
-            number += 1
+            n_jobs += 1
             try:
-                _complete(job, f"job {number} of {total}")
+                _complete(job, f"job {n_jobs} of {total}")
             except UserError:
                 if comparison is None or not _has_diverged(job):
                     raise
@@ -221,8 +220,9 @@ def _complete(job: VersionRun, title: str) -> None:
         job.version.check_unchanged()
         echo_error(f"{title}: {job.version.name}, {job.words[0]}")
         job.version.train(job.words)
-        loss, seconds = job.result.get("val_loss"), job.result.get("wall_seconds")
-        echo_error(f"{title}: validation loss {loss} after {seconds} s")
+        loss = fixed(number(job.result.get("val_loss")), ".4f")
+        time = duration(number(job.result.get("wall_seconds"))) or "-"
+        echo_error(f"{title}: validation loss {loss} after {time}")
     if job.result.get("status") != RunStatus.COMPLETE:
         raise RunError(f"{job.directory} is not complete; run the same command to go on")
 

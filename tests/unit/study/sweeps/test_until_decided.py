@@ -49,6 +49,17 @@ def test_a_decided_setting_gets_no_more_seeds_after_a_restart_too(tmp_path):
     assert [*read_sequential(tmp_path).decided] == ["lr=2"]
 
 
+def test_a_difference_that_nobody_cares_about_is_decided_too(tmp_path, caplog):
+    caplog.set_level("INFO")
+    jobs = start(tmp_path, care=0.5)
+    for number in range(3 * len(SEEDS)):
+        if jobs.is_needed(number, ()):
+            end(jobs, tmp_path, number, loss_of(number))
+    assert {*read_sequential(tmp_path).decided} == {"lr=2", "lr=3"} and needed(jobs) == []
+    assert "lr=2 is worse than lr=1" in caplog.text
+    assert "lr=3 differs from lr=1 by less than 0.5" in caplog.text
+
+
 def test_pairs_count_in_the_order_of_seeds_not_of_ends(tmp_path):
     """The results of later seeds wait for the first one."""
     jobs = start(tmp_path)
