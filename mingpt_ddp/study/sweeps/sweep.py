@@ -13,7 +13,7 @@ from mingpt_ddp.config.job import Job, Outcome, Reporter, RunStatus, SweepPlace
 from mingpt_ddp.config.keys.schema import SweepConfig
 from mingpt_ddp.distributed.launch.channels import PrunerCallback
 from mingpt_ddp.distributed.launch.slots import Slot
-from mingpt_ddp.errors import JobError, OutputError, RunError, counted
+from mingpt_ddp.errors import ConfigError, JobError, OutputError, RunError, counted
 from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.process.exit import FAILURE, USER_ERROR
 from mingpt_ddp.process.root_cause import failed
@@ -50,8 +50,8 @@ class Sweep(Records):
     done: dict[int, Path] = field(default_factory=dict)  # directories of ended jobs, by number
     n_done_before: int = 0  # how many jobs of `done` an earlier start completed
     failed: dict[int, str] = field(default_factory=dict)  # labels of failed jobs, by number
-    # Numbers of the failed jobs whose error is not one that a user can fix.
-    crashed: set[int] = field(default_factory=set)
+    # Outcomes of the last failed attempts of jobs, by number.
+    last_failures: dict[int, Outcome] = field(default_factory=dict)
     # Of sweep.until=decided, on rank zero. None if all jobs are needed, and on other ranks.
     needed_jobs: NeededJobs | None = None
     not_needed: set[int] = field(default_factory=set)  # numbers of jobs that do not start
@@ -263,10 +263,7 @@ class Sweep(Records):
         if outcome.was_known:
             log.info("%s: %s", place.label, outcome.error)
             return
-        if outcome.exit_code == FAILURE:
-            self.crashed.add(place.number)
-        else:  # the last attempt counts
-            self.crashed.discard(place.number)
+        self.last_failures[place.number] = outcome
         self.env.call_on_rank_zero(lambda: self._keep_failed(place, outcome))
 
     def _keep_failed(self, place: SweepPlace, outcome: Outcome) -> None:
@@ -322,14 +319,29 @@ class Sweep(Records):
             return Outcome(RunStatus.COMPLETE) if output_error is None else failed(output_error)
         if output_error is not None:
             log.error("%s", output_error)
-        advice = "rerun the same command to retry"
-        if self.study is not None:
-            advice = "they do not start again; raise sweep.trials for other values"
+        outcomes = [self.last_failures[n] for n in self.failed if n in self.last_failures]
+        advice = self._advice(outcomes)
         if left := max(0, self.planned - self.n_ended):
             advice = f"{left} have not started; raise sweep.max_failures, or {advice}"
         labels = "; ".join(dict.fromkeys(self.failed.values()))
         error = JobError(f"{len(self.failed)} of {n_ended} failed: {labels}; {advice}")
-        return failed(error, FAILURE if self.crashed & self.failed.keys() else USER_ERROR)
+        has_crashed = any(outcome.exit_code == FAILURE for outcome in outcomes)
+        return failed(error, FAILURE if has_crashed else USER_ERROR)
+
+    def _advice(self, outcomes: list[Outcome]) -> str:
+        """Say what to do about the failed jobs. A retry cannot mend a config error.
+
+        Args:
+            outcomes: Outcomes of the failed jobs that have run in this process.
+        """
+        if self.study is not None:
+            return "they do not start again; raise sweep.trials for other values"
+        n_invalid = sum(isinstance(outcome.error, ConfigError) for outcome in outcomes)
+        if n_invalid == 0:
+            return "rerun the same command to retry"
+        if n_invalid == len(self.failed):
+            return "correct the settings of the failed jobs"
+        return "rerun the same command to retry; a job with a config error needs other settings"
 
     def _print_table(self) -> OutputError | None:
         """Write the page of the jobs and print their table. Return the error if that fails.

@@ -1,4 +1,4 @@
-"""The exit code of a sweep with failed jobs."""
+"""The exit code of a sweep with failed jobs, and its advice."""
 
 from __future__ import annotations
 
@@ -40,3 +40,30 @@ def test_the_last_attempt_of_each_job_decides(attempts, code, tmp_path):
         sweep.record(SweepPlace(0, "a job"), replace(ENDS[end], directory=tmp_path / "job"))
     outcome = sweep.finish()
     assert (outcome.exit_code, type(outcome.error)) == (code, JobError)
+
+
+RETRY = "rerun the same command to retry"
+CORRECT = "correct the settings of the failed jobs"
+BOTH = f"{RETRY}; a job with a config error needs other settings"
+
+
+@pytest.mark.parametrize(
+    ("ends", "planned", "advice"),
+    [
+        (["crash"], 1, RETRY),
+        (["mistake", "mistake"], 2, CORRECT),
+        (["mistake", "crash"], 2, BOTH),
+        (["mistake"], 3, f"2 have not started; raise sweep.max_failures, or {CORRECT}"),
+        (["crash"], 3, f"2 have not started; raise sweep.max_failures, or {RETRY}"),
+    ],
+)
+def test_a_retry_is_advised_only_if_it_may_help(ends, planned, advice, tmp_path):
+    """The same command meets the same config error again."""
+    config = typed(configure(f"run.root={tmp_path}"))
+    sweep = Sweep(env=DistEnv(), config=config, directory=tmp_path, planned=planned)
+    for number, end in enumerate(ends):
+        sweep.record(SweepPlace(number, f"job {number}"), ENDS[end])
+    labels = "; ".join(f"job {number}" for number in range(len(ends)))
+    assert str(sweep.finish().error) == (
+        f"job error: {len(ends)} of {len(ends)} failed: {labels}; {advice}"
+    )
