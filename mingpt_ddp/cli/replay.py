@@ -16,6 +16,7 @@ from mingpt_ddp.cli.api import train
 from mingpt_ddp.cli.recorded_run import Interval, RecordedRun, choose_interval, read_snapshot
 from mingpt_ddp.config.compose.hydra_utils import hydra_value
 from mingpt_ddp.config.config import decides_bits
+from mingpt_ddp.config.keys.optimizer_config import DECAYING
 from mingpt_ddp.config.recorded import is_untrusted
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.process.interrupts import raise_interrupts
@@ -204,10 +205,12 @@ def changes(recorded: RecordedRun, interval: Interval, directory: Path) -> list[
     }
     if interval.base:
         values["run.resume"] = f"{recorded.store.url}/{directory_name(interval.base)}"
-    if state["config"]["optimizer"].get("schedule_steps") is None:
+    optimizer = state["config"]["optimizer"]
+    if optimizer.get("schedule_steps") is None:
         values["optimizer.schedule_steps"] = state["steps"]
         has_minutes = state["config"]["trainer"].get("max_minutes") is not None
-        if has_minutes and state["config"]["optimizer"].get("decay_from") is None:
+        may_decay = optimizer.get("schedule") in DECAYING
+        if has_minutes and may_decay and optimizer.get("decay_from") is None:
             # Before the step that fixed the number of steps, the rate has not decayed.
             paced_at = state["train_state"].get("paced_at")
             values["optimizer.decay_from"] = paced_at or state["steps"]

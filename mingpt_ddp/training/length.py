@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.config import LIMITS, Config
-from mingpt_ddp.config.keys.optimizer_config import OptimizerConfig
+from mingpt_ddp.config.keys.optimizer_config import DECAYING, OptimizerConfig
 from mingpt_ddp.config.keys.trainer_config import TrainerConfig
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.metrics.meters import Meter
@@ -100,6 +100,8 @@ class RunLength:
         """
         given = (optimizer.decay_from, optimizer.schedule_steps)
         if self.trainer.max_minutes is None or given != (None, None):
+            return optimizer
+        if optimizer.schedule not in DECAYING:
             return optimizer
         if self.state.step_seconds is None:
             return replace(optimizer, decay_from=UNKNOWN)

@@ -59,6 +59,14 @@ def test_killed_before_and_after_the_number_of_steps_is_fixed(tmp_path):
     assert digests(run) == digests(undisturbed / "outputs" / "run")
 
 
+def test_a_replay_of_a_constant_rate_needs_no_step_where_a_decay_begins(tmp_path):
+    words = [*SETTINGS, "trainer.max_minutes=0.03", "optimizer.schedule=constant"]
+    succeed([*python_main(), *words], tmp_path)
+    steps = state_of(tmp_path / "outputs" / "run")["train_state"]["step"]
+    replayed = succeed(tool("replay", "outputs/run", f"steps={steps}"), tmp_path)
+    assert f"confirmed: steps 1 to {steps}" in replayed
+
+
 def test_a_replay_knows_from_which_step_the_rate_has_decayed(tmp_path):
     text = succeed([*python_main(), *SETTINGS, "trainer.max_minutes=0.03"], tmp_path)
     run = tmp_path / "outputs" / "run"

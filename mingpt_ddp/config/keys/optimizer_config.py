@@ -31,6 +31,9 @@ SCHEDULES: dict[str | None, type] = dict.fromkeys(
     ("cosine", "linear", "wsd", "constant"), ScheduleConfig
 )
 
+# The schedules whose decay begins after optimizer.decay_from.
+DECAYING = ("cosine", "linear", "wsd")
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(UserCodeConfig):
@@ -60,8 +63,8 @@ class OptimizerConfig(UserCodeConfig):
     warmup_steps: NonNegativeInt = key(100, "linear warm-up of the learning rate from 0", "steps")
     decay_from: PositiveInt | None = key(
         None,
-        "step up to which lr stays at its peak after the warm-up; null: the end of the warm-up, or "
-        "the step in which trainer.max_minutes becomes a number of steps",
+        "cosine, linear, wsd: step up to which lr stays at its peak after the warm-up; null: the "
+        "end of the warm-up, or the step in which trainer.max_minutes becomes a number of steps",
     )
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = key(
         0.1, "final learning rate over the peak"
@@ -86,6 +89,12 @@ class OptimizerConfig(UserCodeConfig):
     def __post_init__(self) -> None:
         check_choice("optimizer.schedule", self.schedule, SCHEDULES)
         self.own_schedule()
+        check(
+            self.decay_from is None or self.schedule in DECAYING,
+            f"optimizer.decay_from={self.decay_from} has no effect with "
+            f"optimizer.schedule={self.schedule}; leave it out, or set optimizer.schedule to "
+            "cosine, linear or wsd",
+        )
         check(
             self.lr_scaling == "none" or self.reference_batch_size is not None,
             f"optimizer.lr_scaling={self.lr_scaling} needs optimizer.reference_batch_size",

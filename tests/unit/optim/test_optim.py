@@ -19,7 +19,7 @@ from mingpt_ddp.config.keys.optimizer_config import (
     ScheduleConfig,
     SGDConfig,
 )
-from mingpt_ddp.errors import CodeError
+from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.models import build_model
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.optim.lr_schedule import check_schedule, get_lr, scale_lr, weight_decay_factor
@@ -79,6 +79,19 @@ def test_it_never_rises_after_the_warm_up_and_never_jumps(name):
     # wsd falls fastest: by 1.8 in 22 steps
     assert all(-1e-12 <= fall <= 1.8 / 22 + 1e-9 for fall in falls)
     assert sum(falls) == pytest.approx(1.8)
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
+def test_the_decay_begins_after_the_given_step(name):
+    held = schedule(name, decay_from=100)
+    assert get_lr(100, held, STEPS) == 2.0 > get_lr(101, held, STEPS)
+
+
+@pytest.mark.parametrize("name", ["constant", "own"])
+def test_a_schedule_without_this_decay_refuses_the_step_where_it_begins(name, monkeypatch):
+    monkeypatch.setitem(SCHEDULES, "own", ScheduleConfig)
+    with pytest.raises(ConfigError, match=rf"decay_from=50 has no effect with .*schedule={name};"):
+        schedule(name, decay_from=50)
 
 
 def test_without_a_warm_up_the_schedule_starts_at_the_first_step():
