@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mingpt_ddp.errors import SnapshotError
+from mingpt_ddp.errors import SnapshotError, counted
 from mingpt_ddp.snapshots.format import TENSOR_KINDS, directory_name, step_of
 from mingpt_ddp.snapshots.hashes import Hashes, hash_snapshot
 from mingpt_ddp.snapshots.read.load import find_steps, load
@@ -12,7 +12,7 @@ from mingpt_ddp.snapshots.write.ledger import Ledger, Record, digest_settings
 from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.storage.run_directory import refuse_own_loop
 
-SHOWN = 8  # snapshots that an error lists
+SHOWN = 8  # intervals that an error offers
 
 
 @dataclass(frozen=True)
@@ -108,24 +108,37 @@ def choose_interval(recorded: RecordedRun, steps: int, words: list[str]) -> Inte
         words: More words of the command line that trains.
 
     Raises:
-        SnapshotError: There is no such interval. The message names the newest snapshots.
+        SnapshotError: There is no such interval. The message offers the newest ones that there are.
     """
-    snapshots = sorted(recorded.states)
-    run = recorded.states[snapshots[-1]]["config"]["run"]
-    source = str(run.get("init_from"))
-    is_left_out = "://" in source and not any(word.startswith("run.init_from=") for word in words)
-    has_start = run.get("resume") in ("auto", "never") and not is_left_out
+    snapshots = sorted(recorded.states, reverse=True)
+    bases = [*snapshots, 0] if _has_start(recorded, words) else snapshots
     settings = {step: record.settings for step, record in recorded.ledger.items()}
     for step, state in recorded.states.items():
         settings[step] = digest_settings(state)
-    for target in reversed(snapshots):
-        base = target - steps
-        if base in recorded.states or (base == 0 and has_start):
-            within = {settings[step] for step in settings if base < step <= target}
-            if len(within) == 1:
-                return Interval(base, target, recorded.states[target])
-    newest = ", ".join(map(str, snapshots[-SHOWN:]))
-    raise SnapshotError(
-        f"no snapshot is {steps} steps after another one, or after the start of the run, with the "
-        f"same settings; set replay to the steps between two of them: {newest}"
+
+    def are_repeatable(base: int, target: int) -> bool:
+        return len({settings[step] for step in settings if base < step <= target}) == 1
+
+    for target in snapshots:
+        if target - steps in bases and are_repeatable(target - steps, target):
+            return Interval(target - steps, target, recorded.states[target])
+    offers = dict[int, str]()  # by number of steps
+    for target in snapshots[:SHOWN]:
+        for base in bases:
+            if base < target and are_repeatable(base, target):
+                offers.setdefault(target - base, f"steps={target - base} ({base + 1} to {target})")
+    why = (
+        f"no {counted(steps, 'step')} from a snapshot, or from the start of the run, to a snapshot"
     )
+    if not offers:
+        raise SnapshotError(f"{why} had the same settings, nor any other number of steps")
+    shown = " or ".join([*offers.values()][:SHOWN])
+    raise SnapshotError(f"{why} had the same settings; set {shown}")
+
+
+def _has_start(recorded: RecordedRun, words: list[str]) -> bool:
+    """Return True if a replay can begin at the start of the run, with the same weights."""
+    run = recorded.states[max(recorded.states)]["config"]["run"]
+    source = str(run.get("init_from"))
+    is_left_out = "://" in source and not any(word.startswith("run.init_from=") for word in words)
+    return run.get("resume") in ("auto", "never") and not is_left_out

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 from holding import kill_before
 from launching import TINY, committed, python_main, torchrun
-from runs import succeed, tool
+from runs import fail, succeed, tool
 from snapshot_helpers import digests
 
 WARMUP = 5
@@ -57,6 +58,25 @@ def test_killed_before_and_after_the_number_of_steps_is_fixed(tmp_path):
     succeed([*python_main(), *SETTINGS, minutes], undisturbed)
     assert max(committed(run)) == END
     assert digests(run) == digests(undisturbed / "outputs" / "run")
+
+
+def test_a_replay_offers_steps_that_one_number_of_minutes_has_trained(tmp_path):
+    """Other minutes scale the number of steps: the rates on both sides do not belong together."""
+    first = 0
+    for minutes in (0.02, 0.06):
+        words = ["snapshot.keep_last=1000", f"trainer.max_minutes={minutes}"]
+        succeed([*python_main(), *SETTINGS, *words], tmp_path)
+        steps = state_of(tmp_path / "outputs" / "run")["train_state"]["step"]
+        first = first or steps
+    assert steps > first
+    text = fail(tool("replay", "outputs/run", f"steps={steps}"), tmp_path)
+    offers = [[*map(int, each)] for each in re.findall(r"steps=(\d+) \((\d+) to (\d+)\)", text)]
+    assert offers
+    for number, begin, end in offers:
+        assert begin > first and number == end - begin + 1
+    number, begin, end = max(offers)
+    replayed = succeed(tool("replay", "outputs/run", f"steps={number}"), tmp_path)
+    assert f"confirmed: steps {begin} to {end}," in replayed
 
 
 def test_a_replay_of_a_constant_rate_needs_no_step_where_a_decay_begins(tmp_path):

@@ -190,8 +190,8 @@ def test_a_fast_run_is_repeated_on_as_many_ranks(tmp_path):
     assert line.startswith("confirmed: steps 16 to 20, repeated with ddp.nproc_per_node=2")
     code, line = replay(tmp_path, "steps=7")
     assert line.endswith(
-        "no snapshot is 7 steps after another one, or after the start of the run, with the same "
-        "settings; set replay to the steps between two of them: 15, 20"
+        "no 7 steps from a snapshot, or from the start of the run, to a snapshot had the same "
+        "settings; set steps=5 (16 to 20) or steps=20 (1 to 20) or steps=15 (1 to 15)"
     )
     assert code == 2
 
@@ -213,7 +213,7 @@ def test_steps_with_other_settings_are_not_mixed(tmp_path):
     train(tmp_path, *CANONICAL, "trainer.max_steps=10")
     train(tmp_path, *CANONICAL)
     code, line = replay(tmp_path, "steps=20")
-    assert line.endswith("the same settings; set replay to the steps between two of them: 15, 20")
+    assert line.endswith("to a snapshot had the same settings; set steps=5 (16 to 20)")
     assert code == 2
     assert replay(tmp_path, "steps=5")[0] == 0
 
