@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -63,6 +64,8 @@ def test_killed_between_two_jobs_it_goes_on_and_says_what_the_change_does(tmp_pa
         f"{name},run.seed={seed}"
         for seed, name in zip("1122", ["1-HEAD", "2-.", "2-.", "1-HEAD"], strict=True)
     ]
+    # The losses and the times of the jobs have the format of a report.
+    assert re.search(r"^job 4: validation loss \d\.\d{4} after \d:\d\d:\d\d$", done.stderr, re.M)
     table, (better, speed, bits, where, unmet) = (
         done.stdout.splitlines()[:3],
         done.stdout.splitlines()[-5:],
