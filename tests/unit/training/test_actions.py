@@ -23,7 +23,7 @@ from mingpt_ddp.snapshots.hook_state import unpack_states
 from mingpt_ddp.snapshots.read.load import load
 from mingpt_ddp.training.dry_run.trial_run import DryRun
 from mingpt_ddp.training.dry_run.user_code import check_parts, check_resumes_exactly
-from mingpt_ddp.training.hooks.actions import Actions, refuse_divided_state
+from mingpt_ddp.training.hooks.actions import Actions, refuse_unfit_hooks
 from mingpt_ddp.training.run import train_run
 
 SETTINGS = ["model=gpt_nano", "trainer.device=cpu", "trainer.max_epochs=null"]
@@ -299,6 +299,6 @@ def test_state_needs_all_weights_on_every_rank(weights, hook, refused, monkeypat
     strategy: Any = SimpleNamespace(weights=weights)
     if refused:
         with pytest.raises(ConfigError, match="needs all weights on every rank; use a function"):
-            refuse_divided_state(strategy)
+            refuse_unfit_hooks(strategy)
     else:
-        refuse_divided_state(strategy)
+        refuse_unfit_hooks(strategy)

@@ -1,0 +1,1 @@
+"""examples/noise_scale.py: hooks that measure the gradients of each micro-batch."""
