@@ -9,8 +9,8 @@ noise; one far above it wastes data. metrics.jsonl and TensorBoard have it as tr
 train_noise_scale_blocks.0 and so on. It needs at least two micro-batches in a step. Over few steps
 an estimate is rough, and may be negative.
 
-Put it before hooks that change the gradients. `trainer.micro_batch_size` and ranks may be any;
-fsdp, hsdp, tensor parallelism and ddp.sync_batchnorm are refused.
+Put it before hooks that change the gradients. Tensor parallelism and ddp.sync_batchnorm are
+refused.
 
 Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv:1812.06162),
 appendix A.1.

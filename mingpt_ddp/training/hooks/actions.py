@@ -5,6 +5,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.models import eval_mode
-from mingpt_ddp.models.dtensor import local_tensor
+from mingpt_ddp.models.dtensor import is_dtensor, local_tensor, whole_tensor
 from mingpt_ddp.snapshots.format import HOOKS
 from mingpt_ddp.snapshots.hook_state import pack_state, unpack_states
 from mingpt_ddp.tasks.evaluation import Evaluation
@@ -234,7 +235,7 @@ class Actions:
     def watch_passes(self, model: nn.Module) -> None:
         """Take the gradients of each backward pass of a model, if a hook measures them."""
         if any(action.measures for action in self.actions):
-            self._own_gradients = OwnGradients(model)
+            self._own_gradients = OwnGradients(self.runtime.strategy, model)
 
     def begin_passes(self) -> None:
         """Forget the measurements of earlier passes."""
@@ -252,7 +253,7 @@ class Actions:
         Raises:
             CodeError: A hook raises an exception.
         """
-        if self._own_gradients is None:
+        if self._own_gradients is None or not micro.scale:  # a repeated micro-batch
             return
         scale = self.runtime.scaler.scale(torch.full_like(loss, micro.scale))
         for action in self.actions:
@@ -282,13 +283,13 @@ class Actions:
         Args:
             taken: Metrics of the step so far. A hook must not return one of these names.
         """
-        parameters = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
+        divided = gradients_of(model)
         if self.have_state:
             self._keep()
-            self._gradients = [weakref.ref(each.untyped_storage()) for _, each in parameters]
+            self._gradients = [weakref.ref(each.untyped_storage()) for each in divided.values()]
         if not self.at("gradients"):
             return {}
-        gradients = {n: local_tensor(gradient) for n, gradient in parameters}
+        gradients = {name: local_tensor(each) for name, each in divided.items()}
         return self._shares("gradients", step, gradients, taken)
 
     @torch.no_grad()
@@ -360,8 +361,10 @@ class Actions:
         metrics: dict[str, Mean] = {}
         self.watch(event, None, values, {})
         for action in self.at(event):
-            more = [self._gather(action)] if action.measures else []
-            returned = self._run(action, action.hook, (step,), *values, *more)
+            if action.measures:
+                returned = self._call_measuring(action, step)
+            else:
+                returned = self._run(action, action.hook, (step,), *values)
             means = as_means(returned or {}, action.label)
             check_outputs(action.label, Outputs({}, means))
             if twice := (taken | metrics.keys()) & means.keys():
@@ -371,6 +374,23 @@ class Actions:
             metrics |= means
             self.watch(event, action, values, means)
         return metrics
+
+    def _call_measuring(self, action: Action, step: int) -> Any:
+        """Call a hook with whole gradients and the measurements of all micro-batches.
+
+        A collective. If a rank holds only its rows of the gradients, these get the hook's changes.
+        """
+        assert self._own_gradients is not None
+        gradients = gradients_of(self._own_gradients.model)
+        micro_batches = self._gather(action)
+        with self.runtime.group.waiting():
+            whole = {name: whole_tensor(each) for name, each in gradients.items()}
+        returned = self._run(action, action.hook, (step,), step, whole, micro_batches)
+        for name, own in gradients.items():
+            if is_dtensor(own):
+                rows = partial(rows_of, whole[name])
+                own.copy_(self.runtime.strategy.assemble(own, rows))
+        return returned
 
     def _run(
         self, action: Action, function: Callable[..., Any], key: tuple[int, ...], *values: Any
@@ -391,15 +411,27 @@ class Actions:
         return returned
 
 
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the gradients by parameter, of the parameters that have one."""
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def rows_of(tensor: Tensor, begin: int, end: int) -> Tensor:
+    return tensor[begin:end]
+
+
 def refuse_unfit_hooks(strategy: Strategy) -> None:
     """Refuse hooks with state if no rank holds all weights, and others that a strategy cannot call.
+
+    A hook that measures micro-batches gets whole gradients also if each rank holds rows of them.
 
     Raises:
         ConfigError: The message names a hook.
     """
     for key, registered in BUILDERS["action"].items():
         action = Action(key.split()[0], registered, registered)
-        if action.has_state and strategy.weights != "whole":
+        sees_all = strategy.weights == "whole" or (action.measures and strategy.weights == "rows")
+        if action.has_state and not sees_all:
             raise ConfigError(
                 f"{action.label} has state, which needs all weights on every rank; use a function, "
                 "or ddp.strategy=ddp or zero1"

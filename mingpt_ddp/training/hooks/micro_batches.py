@@ -2,29 +2,24 @@
 
 import itertools
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.errors import CodeError
 
 Measured = dict[str, Any]  # what a hook has measured of a micro-batch, as numbers and nested lists
 
 
 class OwnGradients:
-    """Hold the gradients of one backward pass.
+    """Hold the gradients of one backward pass. The sums of gradients keep their order and bits."""
 
-    A hook of autograd gets them before they are added to those of earlier passes, and before DDP
-    averages them over ranks. It changes neither these sums nor their order.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, strategy: Strategy, model: nn.Module) -> None:
+        self.model = model
         self._gradients: dict[str, Tensor] = {}
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                parameter.register_hook(partial(self._take, name))
+        strategy.watch_gradients(model, self._take)
 
     def _take(self, name: str, gradient: Tensor) -> None:
         if name in self._gradients:  # a reentrant checkpoint gives a gradient in several pieces
