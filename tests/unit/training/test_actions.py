@@ -285,18 +285,26 @@ def preflight(runtime: Runtime) -> None:
     check_resumes_exactly(dry_run, check_parts(dry_run))
 
 
+class Measuring(Noted):
+    def micro_batch(self, gradients: dict[str, Tensor]) -> Any:
+        return {}
+
+
 @pytest.mark.parametrize(
     ("weights", "hook", "refused"),
     [
         ("rows", Noted, True),
         ("columns", Noted, True),
+        ("rows", Measuring, False),
+        ("columns", Measuring, True),
         ("whole", Noted, False),
         ("rows", lambda step, gradients: None, False),
     ],
 )
 def test_state_needs_all_weights_on_every_rank(weights, hook, refused, monkeypatch):
     monkeypatch.setitem(BUILDERS["action"], "gradients noted", hook)
-    strategy: Any = SimpleNamespace(weights=weights)
+    ddp = SimpleNamespace(sync_batchnorm=False)
+    strategy: Any = SimpleNamespace(weights=weights, ddp=ddp)
     if refused:
         with pytest.raises(ConfigError, match="needs all weights on every rank; use a function"):
             refuse_unfit_hooks(strategy)
