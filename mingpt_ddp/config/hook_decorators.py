@@ -31,6 +31,11 @@ def acts(event: str) -> Callable[[Hook], Hook]:
     calls it. The class has `state_dict()`, which returns a flat dictionary of tensors, numbers and
     text, the same on all ranks, and `load_state_dict(state)`, which gets tensors on the run's
     device.
+    A class of "gradients" may also have `micro_batch(gradients)`. The rank that has run a
+    micro-batch calls it after the backward pass, with copies of the gradients of its mean loss, by
+    parameter, before they are averaged. It returns a dictionary of small tensors, and does not
+    change the state. `__call__` then takes (step, gradients, micro_batches), the same on all ranks:
+    by name one fp64 tensor (number of micro-batches, ...), in the order of the micro-batches.
     A hook may return metrics by name, as a task's `loss` does. An exception ends the run.
 
     Args:
@@ -56,6 +61,11 @@ def acts(event: str) -> Callable[[Hook], Hook]:
                 raise TypeError(
                     f"@acts({event!r}): the class {hook.__name__} has no {missing[0]}; it needs "
                     f"{', '.join(METHODS)}"
+                )
+            if event != "gradients" and hasattr(hook, "micro_batch"):
+                raise TypeError(
+                    f"@acts({event!r}): the class {hook.__name__} has a method micro_batch, which "
+                    'is called for @acts("gradients") alone'
                 )
         added: Hook = add(hook)
         return added

@@ -66,6 +66,7 @@ class TrainStep:
         self.strategy.watch(self.model, plan.n_micro)
         self.phase = StepPhases(self.strategy)
         self.actions = trainable.actions
+        self.actions.watch_passes(self.model)
         self._step = 0  # of the latest passes
         self._losses: dict[str, Tensor] = {}  # of the latest passes
 
@@ -90,6 +91,7 @@ class TrainStep:
         losses: dict[str, Tensor] = {}
         self._step = step
         self.strategy.begin_step()
+        self.actions.begin_passes()
         with self.phase("fetch", step):
             batch = self.fetch(step)
         for micro in batch:
@@ -99,6 +101,7 @@ class TrainStep:
                 with self.phase("backward", step, waiting=micro.is_last):
                     loss = outputs.losses["loss"] * micro.scale
                     self.runtime.scaler.scale(loss).backward()
+            self.actions.measure(step, micro, outputs.losses["loss"])
             shares = self._shares(outputs, micro)
             losses = self.strategy.finish(micro, shares, self.parameters)
         self._losses = losses

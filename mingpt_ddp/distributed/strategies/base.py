@@ -9,6 +9,7 @@ backward pass it calls `maybe_no_sync`, and `finish` after it. Then come `clip_g
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
@@ -168,6 +169,16 @@ class Strategy:
     def gather_weights(self, model: nn.Module) -> Mapping[str, Tensor]:
         """Return all weights on rank zero. A collective, called if no rank holds them all."""
         raise NotImplementedError
+
+    def watch_gradients(self, model: nn.Module, take: Callable[[str, Tensor], None]) -> None:
+        """Call `take` in each backward pass with the name and the gradient of each parameter.
+
+        It is this rank's gradient of this pass alone: autograd passes it on before it is added to
+        the gradients of other passes, and before it is averaged over ranks.
+        """
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(partial(take, name))
 
     # The batch.
 

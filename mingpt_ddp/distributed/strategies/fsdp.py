@@ -151,6 +151,22 @@ class FSDPStrategy(Strategy):
             self.group.env.call_on_rank_zero(partial(keep, name, whole_tensor(tensor)))
         return tensors
 
+    def watch_gradients(self, model: nn.Module, take: Callable[[str, Tensor], None]) -> None:
+        """Watch the parameters that a module has while it computes: the gathered ones."""
+        watched: dict[int, nn.Parameter] = {}  # by id; torch gathers into the same parameter again
+
+        def watch_gathered(prefix: str, module: nn.Module, inputs: Any) -> None:
+            for name, parameter in module.named_parameters(prefix):
+                is_new = not is_dtensor(parameter) and id(parameter) not in watched
+                if is_new and parameter.requires_grad:
+                    watched[id(parameter)] = parameter
+                    parameter.register_hook(
+                        lambda gradient, name=name: take(name, gradient.float())
+                    )
+
+        for name, module in model.named_modules():  # torch's own hooks, which gather, come first
+            module.register_forward_pre_hook(partial(watch_gathered, name))
+
     # Every forward pass gathers weights from all ranks, and every backward pass reduces gradients.
 
     def passes(self, total: int) -> int:

@@ -13,6 +13,9 @@ from mingpt_ddp.training.hooks.actions import Action
 
 FIRST_STATE = "its first state depends on an earlier run; set it in __init__"
 OTHER_STATE = "after load_state_dict(state), state_dict() returns another state"
+STATE_IN_PASSES = (
+    "micro_batch changes the state, which must be the same on all ranks; return a value"
+)
 OTHER_RESULT = (
     "the same step again gives another result; keep what it remembers in a class with state_dict "
     "and load_state_dict, and draw random numbers from torch's global generator"

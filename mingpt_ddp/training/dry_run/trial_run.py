@@ -16,7 +16,12 @@ from mingpt_ddp.snapshots.hashes import sha256_of_tensors
 from mingpt_ddp.snapshots.staging_buffer import encode_header, header_of
 from mingpt_ddp.tasks.outputs import Mean
 from mingpt_ddp.tasks.task import Task
-from mingpt_ddp.training.dry_run.hook_effects import Effect, effect_of
+from mingpt_ddp.training.dry_run.hook_effects import (
+    STATE_IN_PASSES,
+    Effect,
+    effect_of,
+    refuse_other_states,
+)
 from mingpt_ddp.training.hooks.actions import Action
 from mingpt_ddp.training.length import RunLength
 from mingpt_ddp.training.saves.resume import restore
@@ -141,7 +146,9 @@ class TrialRun:
         for gradient in self._old_gradients:
             gradient.zero_()  # as DDP, which reuses this memory: a hook must not rely on it
         self._old_gradients.clear()
+        states = self.hook_states()
         losses = self.train_step.passes(step)
+        refuse_other_states(states, self.hook_states(), STATE_IN_PASSES)
         if self.gradients is not None:
             self.gradients.check()  # before the optimizer meets them
         if self.trainable.actions.actions:

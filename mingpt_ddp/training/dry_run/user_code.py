@@ -25,7 +25,7 @@ from mingpt_ddp.training.dry_run.hook_effects import (
 )
 from mingpt_ddp.training.dry_run.trial_run import DryRun, TrialRun
 from mingpt_ddp.training.evaluation.weight_average import check_averaged
-from mingpt_ddp.training.hooks.actions import refuse_divided_state
+from mingpt_ddp.training.hooks.actions import refuse_unfit_hooks
 from mingpt_ddp.training.length import RunLength
 from mingpt_ddp.training.trainable import build_trainable
 
@@ -122,7 +122,7 @@ def check_parts(dry_run: DryRun) -> list[str]:
         CodeError: the code raises, or returns the wrong type or shape.
         ConfigError: a hook has state, and no rank holds all weights.
     """
-    refuse_divided_state(dry_run.runtime.strategy)
+    refuse_unfit_hooks(dry_run.runtime.strategy)
     config = dry_run.task.config
     batch = dry_run.batch
     with attribute_errors_to_user_code():

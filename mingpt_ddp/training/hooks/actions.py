@@ -5,6 +5,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,21 @@ from torch import Tensor, nn
 from mingpt_ddp.config.builders import BUILDERS, attribute_errors_to_user_code, relative_path
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.user_code import check_takes
+from mingpt_ddp.data.dataloader import MicroBatch
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.group.json_collectives import refuse_other_names
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.models import eval_mode
-from mingpt_ddp.models.dtensor import local_tensor
+from mingpt_ddp.models.dtensor import is_dtensor, local_tensor, whole_tensor
 from mingpt_ddp.snapshots.format import HOOKS
 from mingpt_ddp.snapshots.hook_state import pack_state, unpack_states
 from mingpt_ddp.tasks.evaluation import Evaluation
 from mingpt_ddp.tasks.outputs import SUM, Mean, Outputs, as_means, check_outputs
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.evaluation.evaluator import means_of_ranks
+from mingpt_ddp.training.hooks.micro_batches import Measured, OwnGradients, as_numbers, stack
 
 log = logging.getLogger(__name__)
 ARGUMENTS = {  # of a hook, by its event
@@ -56,6 +59,15 @@ class Action:
     @property
     def has_state(self) -> bool:
         return isinstance(self.registered, type)
+
+    @property
+    def measures(self) -> bool:
+        """Return True if it measures the gradients of each micro-batch."""
+        return self.has_state and hasattr(self.registered, "micro_batch")
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return (*ARGUMENTS[self.event], *["micro_batches"] * self.measures)
 
     @property
     def name(self) -> str:
@@ -111,7 +123,10 @@ class Actions:
         with attribute_errors_to_user_code():
             self.actions = [Action.new(key, hook) for key, hook in registered]
         for action in self.actions:
-            check_takes(action.hook, ARGUMENTS[action.event], action.label)
+            check_takes(action.hook, action.arguments, action.label)
+            if action.measures:
+                label = f"{action.label}: micro_batch"
+                check_takes(action.hook.micro_batch, ["gradients"], label)
         names = set[str]()
         for action in self.actions:
             if action.has_state and action.name in names:
@@ -125,6 +140,9 @@ class Actions:
         self._gradients: list[weakref.ref[torch.UntypedStorage]] = []
         self._before: dict[str, Tensor] | None = None  # the state before the latest step
         self._is_lost = False  # True if the state was lost with a discarded step
+        self._own_gradients: OwnGradients | None = None
+        # Measurements of this rank's micro-batches in the most recent passes, by hook.
+        self._measured: dict[str, list[Any]] = {}
 
     # State.
 
@@ -214,6 +232,48 @@ class Actions:
 
     # Calls.
 
+    def watch_passes(self, model: nn.Module) -> None:
+        """Take the gradients of each backward pass of a model, if a hook measures them."""
+        if any(action.measures for action in self.actions):
+            self._own_gradients = OwnGradients(self.runtime.strategy, model)
+
+    def begin_passes(self) -> None:
+        """Forget the measurements of earlier passes."""
+        self._measured = {action.name: [] for action in self.actions if action.measures}
+        if self._own_gradients is not None:
+            self._own_gradients.clear()
+
+    @torch.no_grad()
+    def measure(self, step: int, micro: MicroBatch, loss: Tensor) -> None:
+        """Let the hooks measure the gradients of a micro-batch, after its backward pass.
+
+        Args:
+            loss: The mean loss of the micro-batch.
+
+        Raises:
+            CodeError: A hook raises an exception.
+        """
+        if self._own_gradients is None or not micro.scale:  # a repeated micro-batch
+            return
+        scale = self.runtime.scaler.scale(torch.full_like(loss, micro.scale))
+        for action in self.actions:
+            if action.measures:
+                gradients = self._own_gradients.divided_by(scale)
+                key = (step, micro.index)
+                measured = self._run(action, action.hook.micro_batch, key, gradients)
+                self._measured[action.name].append(measured)
+        self._own_gradients.clear()
+
+    def _gather(self, action: Action) -> dict[str, Tensor]:
+        """Return the measurements of all micro-batches of the step. A collective."""
+        group = self.runtime.group
+        own: list[Measured] = []
+        with group.waiting():  # reading waits for a GPU
+            for measured in self._measured[action.name]:
+                own.append(as_numbers(measured, action.label))
+        stacked = stack(group.all_gather(own), action.label)
+        return {name: each.to(self.runtime.device) for name, each in stacked.items()}
+
     @torch.no_grad()
     def change_gradients(
         self, step: int, model: nn.Module, taken: Iterable[str] = ()
@@ -223,13 +283,13 @@ class Actions:
         Args:
             taken: Metrics of the step so far. A hook must not return one of these names.
         """
-        parameters = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
+        divided = gradients_of(model)
         if self.have_state:
             self._keep()
-            self._gradients = [weakref.ref(each.untyped_storage()) for _, each in parameters]
+            self._gradients = [weakref.ref(each.untyped_storage()) for each in divided.values()]
         if not self.at("gradients"):
             return {}
-        gradients = {n: local_tensor(gradient) for n, gradient in parameters}
+        gradients = {name: local_tensor(each) for name, each in divided.items()}
         return self._shares("gradients", step, gradients, taken)
 
     @torch.no_grad()
@@ -298,16 +358,13 @@ class Actions:
             CodeError: A hook raises an exception, or returns something that is not a metric, or a
                 metric whose name is taken.
         """
-        group = self.runtime.group
-        before = group.heartbeat
         metrics: dict[str, Mean] = {}
         self.watch(event, None, values, {})
         for action in self.at(event):
-            activity = f"in a hook of @acts({event!r}), {before['activity']}"
-            group.set_activity(activity, self.runtime.strategy.waits_in_passes)
-            seed_everything(action.name, self.config.run.seed, step)
-            with attribute_errors_to_user_code():
-                returned = action.hook(*values)
+            if action.measures:
+                returned = self._call_measuring(action, step)
+            else:
+                returned = self._run(action, action.hook, (step,), *values)
             means = as_means(returned or {}, action.label)
             check_outputs(action.label, Outputs({}, means))
             if twice := (taken | metrics.keys()) & means.keys():
@@ -316,20 +373,71 @@ class Actions:
                 )
             metrics |= means
             self.watch(event, action, values, means)
-        group.set_activity(before["activity"], before["waiting"])
         return metrics
 
+    def _call_measuring(self, action: Action, step: int) -> Any:
+        """Call a hook with whole gradients and the measurements of all micro-batches.
 
-def refuse_divided_state(strategy: Strategy) -> None:
-    """Refuse hooks with state if no rank holds all weights.
+        A collective. If a rank holds only its rows of the gradients, these get the hook's changes.
+        """
+        assert self._own_gradients is not None
+        gradients = gradients_of(self._own_gradients.model)
+        micro_batches = self._gather(action)
+        with self.runtime.group.waiting():
+            whole = {name: whole_tensor(each) for name, each in gradients.items()}
+        returned = self._run(action, action.hook, (step,), step, whole, micro_batches)
+        for name, own in gradients.items():
+            if is_dtensor(own):
+                rows = partial(rows_of, whole[name])
+                own.copy_(self.runtime.strategy.assemble(own, rows))
+        return returned
+
+    def _run(
+        self, action: Action, function: Callable[..., Any], key: tuple[int, ...], *values: Any
+    ) -> Any:
+        """Call a function of a hook, with random numbers of its own.
+
+        Args:
+            key: Of the random numbers, beside the name of the hook and the seed of the run.
+        """
+        group = self.runtime.group
+        before = group.heartbeat
+        activity = f"in a hook of @acts({action.event!r}), {before['activity']}"
+        group.set_activity(activity, self.runtime.strategy.waits_in_passes)
+        seed_everything(action.name, self.config.run.seed, *key)
+        with attribute_errors_to_user_code():
+            returned = function(*values)
+        group.set_activity(before["activity"], before["waiting"])
+        return returned
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the gradients by parameter, of the parameters that have one."""
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def rows_of(tensor: Tensor, begin: int, end: int) -> Tensor:
+    return tensor[begin:end]
+
+
+def refuse_unfit_hooks(strategy: Strategy) -> None:
+    """Refuse hooks with state if no rank holds all weights, and others that a strategy cannot call.
+
+    A hook that measures micro-batches gets whole gradients also if each rank holds rows of them.
 
     Raises:
         ConfigError: The message names a hook.
     """
     for key, registered in BUILDERS["action"].items():
         action = Action(key.split()[0], registered, registered)
-        if action.has_state and strategy.weights != "whole":
+        sees_all = strategy.weights == "whole" or (action.measures and strategy.weights == "rows")
+        if action.has_state and not sees_all:
             raise ConfigError(
                 f"{action.label} has state, which needs all weights on every rank; use a function, "
                 "or ddp.strategy=ddp or zero1"
+            )
+        if action.measures and strategy.ddp.sync_batchnorm:
+            raise ConfigError(
+                f"{action.label} measures each micro-batch, but ddp.sync_batchnorm=true makes one "
+                "batch of them; set it to false"
             )

@@ -23,7 +23,7 @@ from mingpt_ddp.snapshots.hook_state import unpack_states
 from mingpt_ddp.snapshots.read.load import load
 from mingpt_ddp.training.dry_run.trial_run import DryRun
 from mingpt_ddp.training.dry_run.user_code import check_parts, check_resumes_exactly
-from mingpt_ddp.training.hooks.actions import Actions, refuse_divided_state
+from mingpt_ddp.training.hooks.actions import Actions, refuse_unfit_hooks
 from mingpt_ddp.training.run import train_run
 
 SETTINGS = ["model=gpt_nano", "trainer.device=cpu", "trainer.max_epochs=null"]
@@ -285,20 +285,28 @@ def preflight(runtime: Runtime) -> None:
     check_resumes_exactly(dry_run, check_parts(dry_run))
 
 
+class Measuring(Noted):
+    def micro_batch(self, gradients: dict[str, Tensor]) -> Any:
+        return {}
+
+
 @pytest.mark.parametrize(
     ("weights", "hook", "refused"),
     [
         ("rows", Noted, True),
         ("columns", Noted, True),
+        ("rows", Measuring, False),
+        ("columns", Measuring, True),
         ("whole", Noted, False),
         ("rows", lambda step, gradients: None, False),
     ],
 )
 def test_state_needs_all_weights_on_every_rank(weights, hook, refused, monkeypatch):
     monkeypatch.setitem(BUILDERS["action"], "gradients noted", hook)
-    strategy: Any = SimpleNamespace(weights=weights)
+    ddp = SimpleNamespace(sync_batchnorm=False)
+    strategy: Any = SimpleNamespace(weights=weights, ddp=ddp)
     if refused:
         with pytest.raises(ConfigError, match="needs all weights on every rank; use a function"):
-            refuse_divided_state(strategy)
+            refuse_unfit_hooks(strategy)
     else:
-        refuse_divided_state(strategy)
+        refuse_unfit_hooks(strategy)

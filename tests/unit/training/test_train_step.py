@@ -10,6 +10,7 @@ from multiprocess.ranks import configure
 from tasks import take_step, text_task, trainable
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from unit.training.test_actions import Noted
 
 from mingpt_ddp.config.config import Config, from_mapping
@@ -153,6 +154,89 @@ def test_hooks_have_no_part_in_a_step_whose_loss_scale_overflows():
     handle.remove()
     take_step(train_step, 3)
     assert train_step.actions.actions[0].hook.steps == updated == [1, 3]
+
+
+class Measuring:
+    """Keep the gradients of each micro-batch, in one list for each step."""
+
+    def __init__(self) -> None:
+        self.gradients: list[dict[str, Tensor]] = []
+        self.by_step: dict[int, Any] = {}
+
+    def micro_batch(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        self.gradients.append(gradients)
+        measured = {name: gradient.clone() for name, gradient in gradients.items()}
+        for gradient in gradients.values():
+            gradient.zero_()  # a copy
+        return measured
+
+    def __call__(self, step: int, gradients: Any, micro_batches: dict[str, Tensor]) -> None:
+        self.by_step[step] = micro_batches
+
+    def state_dict(self) -> Any:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Load nothing."""
+
+
+def measuring_step(model: nn.Module, *overrides: str) -> tuple[TrainStep, Measuring]:
+    """Return a step with a hook that measures each micro-batch, and the hook."""
+    train_step = step_of(model, *overrides)
+    train_step.actions = Actions(
+        train_step.task.config, train_step.runtime, [("gradients x", Measuring)]
+    )
+    train_step.actions.watch_passes(model)
+    return train_step, train_step.actions.actions[0].hook
+
+
+@pytest.mark.parametrize("scale", [None, 1024.0])
+def test_a_hook_gets_the_own_gradients_of_each_micro_batch(scale):
+    """Also with a loss scale, after other passes, and with an unused parameter."""
+    model = Table()
+    model.unused = nn.Parameter(torch.ones(2))
+    precision = "fp32" if scale is None else "fp16"
+    train_step, hook = measuring_step(model, "run.seed=1337", f"trainer.precision={precision}")
+    if scale is not None:
+        train_step.runtime.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    train_step.passes(1)
+    model.zero_grad()
+    train_step.passes(2)
+    averaged = model.scores.weight.grad / (scale or 1)
+    train_step.clip()
+    expected = []
+    for micro in FixedLoader().get_batch(2, BatchPlan(4, 2, 1), 0):
+        plain = Table()
+        torch.manual_seed(derive_seed("dropout", 1337, 2, micro.index))
+        plain(*micro.batch).backward()
+        expected.append(plain.scores.weight.grad)
+    [found] = hook.by_step.values()
+    assert found.keys() == {"scores.weight"}
+    tolerance = {"rtol": 1e-2, "atol": 1e-3} if scale else {"rtol": 1e-6, "atol": 1e-8}
+    torch.testing.assert_close(found["scores.weight"], torch.stack(expected).double(), **tolerance)
+    torch.testing.assert_close(found["scores.weight"].mean(dim=0).float(), averaged)
+
+
+def test_gradients_are_measured_in_pieces_too():
+    """As a reentrant checkpoint gives them, in a backward pass for each of its calls."""
+    model = Table()
+    once = Table.forward
+
+    def twice(tokens: Tensor, targets: Tensor) -> Tensor:
+        start = torch.zeros((), requires_grad=True)
+        for _ in range(2):
+            start = checkpoint(
+                lambda start: start + once(model, tokens, targets), start, use_reentrant=True
+            )
+        return start
+
+    model.forward = twice
+    train_step, hook = measuring_step(model, "trainer.precision=fp32")
+    train_step.passes(1)
+    averaged = model.scores.weight.grad.clone()
+    train_step.clip()
+    measured = hook.by_step[1]["scores.weight"]
+    torch.testing.assert_close(measured.mean(dim=0).float(), averaged)
 
 
 def test_a_diagnosis_names_the_loss_or_the_gradient():
