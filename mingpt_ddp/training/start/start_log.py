@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 BUSY_LOAD = 1.5  # load average for each core; one run alone has about 1
 LONGEST_CELL = 100  # characters of a value in a table
-NEW_RUN = "run.name=NAME or run.resume=never trains a new run with the code as it is now"
+NEW_RUN = "another run.name trains a new run with the code as it is now"
 BYTES_PER_LINE = 250  # of metrics.jsonl, about
 
 
@@ -132,17 +132,19 @@ def log_code(code: dict[str, Any], resumed: dict[str, Any], step: int) -> None:
         )
 
 
-def warn_of_edited_code(code: dict[str, Any]) -> bool:
+def warn_of_edited_code(code: dict[str, Any], script: Path | None = None) -> bool:
     """Warn if a user's file has been edited since a run was complete. Return True if one was.
 
     Args:
         code: The record of the code that has trained the run.
+        script: The script whose own loop has trained the run. None for main.py.
     """
     files = changed_files(code)
     if files:
         log.warning(
-            "the run is complete: this is the result of %s as it was, without a sample; %s",
+            "the run is complete: this is the result of %s as it was%s; %s",
             ", ".join(files)[:LONGEST],
+            "" if script else ", without a sample",
             NEW_RUN,
         )
     return bool(files)
