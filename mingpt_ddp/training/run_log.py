@@ -106,7 +106,7 @@ class RunLog:
         self._is_evaluating = False
         self._has_improved = False  # this step is to be saved as the best so far
         if run.is_complete:
-            env.call_on_rank_zero(lambda: warn_of_edited_code(run.code, script))
+            env.call_on_rank_zero(lambda: warn_of_edited_code(run.code))
             return
         record_attempt(run, history, times)
         self._recorder = Recorder(run, step, times, self._observers, history.end)

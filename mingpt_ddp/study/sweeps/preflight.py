@@ -87,12 +87,11 @@ def start_sweep(config: DictConfig, env: DistEnv) -> Sweep:
             not is_single_run,
             f"run.name={first.run.name} names a single run, not a sweep; choose another run.name",
         )
-        env.call_on_rank_zero(lambda: _refuse_other_loop(own_directory, script))
     directory = own_directory or Path(first.run.root)
     first = replace(first, sweep=settings)
     if settings.is_search:
         check_search(first, overrides)
-    lock = env.call_on_rank_zero(lambda: _lock(own_directory) if own_directory else None)
+    lock = env.call_on_rank_zero(lambda: _lock(own_directory, script) if own_directory else None)
     sweep = Sweep(
         env=env,
         config=first,
@@ -122,14 +121,13 @@ def start_sweep(config: DictConfig, env: DistEnv) -> Sweep:
     return sweep
 
 
-def _refuse_other_loop(directory: Path, script: Path | None) -> None:
-    """Refuse the directory of a sweep if another loop has trained its jobs."""
+def _lock(directory: Path, script: Path | None) -> IO[str]:
+    """Lock the directory of a sweep.
+
+    Refuse it if another loop has trained its jobs, or if a link in it leads to another place.
+    """
     for job in directory.glob("*/"):
         refuse_other_loop(job, script)
-
-
-def _lock(directory: Path) -> IO[str]:
-    """Lock the directory of a sweep, unless a link in it leads to another place."""
     refuse_links(directory.glob("*"), WRITTEN_INTO_BY_SWEEP)
     return acquire_lock(directory)
 

@@ -263,7 +263,7 @@ def resume(
     if steps := length.reckon(state.step):
         length.fix(steps, state.step)
     if history.script and runtime.group.run_on_rank_zero(
-        lambda: _has_stopped(directory, task.config, state.step)
+        lambda: _script_has_ended(directory, task.config, state.step)
     ):
         length.stopped_at = state.step
     _record_last_evaluation(length, history.end, runtime.group)
@@ -318,11 +318,11 @@ def _last_evaluation(end: HistoryEnd | None, step: int) -> dict[str, float]:
     return values
 
 
-def _has_stopped(directory: Path, config: Config, step: int) -> bool:
-    """Return True if a script's loop has ended at this step, before the limits of `config`."""
+def _script_has_ended(directory: Path, config: Config, step: int) -> bool:
+    """Return True if a script's loop has ended at this step, perhaps before the last one."""
     result = read_result(directory)
-    is_early = result.get("stopped_early") is True and result.get("step") == step
-    return is_early and has_ended(result, recorded_config(directory) or {}, config)
+    recorded = recorded_config(directory) or {}
+    return result.get("step") == step and has_ended(result, recorded, config)
 
 
 def _is_complete(length: RunLength, end: HistoryEnd | None, group: ProcessGroup) -> bool:

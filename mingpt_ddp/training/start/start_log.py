@@ -132,19 +132,17 @@ def log_code(code: dict[str, Any], resumed: dict[str, Any], step: int) -> None:
         )
 
 
-def warn_of_edited_code(code: dict[str, Any], script: Path | None = None) -> bool:
+def warn_of_edited_code(code: dict[str, Any]) -> bool:
     """Warn if a user's file has been edited since a run was complete. Return True if one was.
 
     Args:
         code: The record of the code that has trained the run.
-        script: The script whose own loop has trained the run. None for main.py.
     """
     files = changed_files(code)
     if files:
         log.warning(
-            "the run is complete: this is the result of %s as it was%s; %s",
+            "the run is complete: this is the result of %s as it was; %s",
             ", ".join(files)[:LONGEST],
-            "" if script else ", without a sample",
             NEW_RUN,
         )
     return bool(files)
