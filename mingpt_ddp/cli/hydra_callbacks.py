@@ -30,20 +30,20 @@ class Preflight(Callback):
     """Hydra's callback that checks a run or a sweep before anything is written."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        with _leave_hydra_on_error():
+        with leave_hydra_on_error():
             check_hydra_keys(config)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         from mingpt_ddp.study.sweeps.preflight import start_sweep  # a single run needs none of it
 
-        with _leave_hydra_on_error():
+        with leave_hydra_on_error():
             check_hydra_keys(config)
             _started.append(start_sweep(config, read_env()))
 
 
 @contextlib.contextmanager
-def _leave_hydra_on_error() -> Iterator[None]:
-    """Turn an exception into EndsProcess. Hydra would only log the exception as a warning."""
+def leave_hydra_on_error() -> Iterator[None]:
+    """Turn an exception into EndsProcess. Hydra would only log it, or add lines of its own."""
     try:
         yield
     except Exception as error:

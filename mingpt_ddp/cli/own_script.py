@@ -7,11 +7,13 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from mingpt_ddp.cli.command_line import prepare_command_line
-from mingpt_ddp.cli.hydra_callbacks import started_sweep
+from mingpt_ddp.cli.hydra_callbacks import leave_hydra_on_error, started_sweep
 from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.compose import resolve as from_hydra
 from mingpt_ddp.config.compose.hydra_errors import explain
 from mingpt_ddp.config.job import EndsProcess, Job, Outcome, RunStatus, run_name
+from mingpt_ddp.config.own_loop import begin_to_resolve, refuse_unread_keys
+from mingpt_ddp.config.validation import check
 from mingpt_ddp.errors import ConfigError, UserError
 from mingpt_ddp.process.env import read_env, take_caller
 from mingpt_ddp.process.root_cause import exit_with
@@ -32,12 +34,19 @@ def resolve(words: Sequence[str] | None = None) -> Job:
     Raises:
         UserError: A key or a value is invalid. The message is one line.
     """
+    script = begin_to_resolve()
     caller = take_caller()
     if caller is not None and caller.job is not None:  # this is a job of a sweep
         return checked_job(Job.from_json(Path(caller.job).read_text()))
     if words is not None:
         sys.argv[1:] = words
-    task = _ResolveScript()
+    jobs = list[Job]()
+
+    def task(cfg: DictConfig, swept: Collection[str] | None = None) -> float:
+        with leave_hydra_on_error():
+            jobs.append(checked_job(from_hydra.resolve(cfg, swept)))
+        return 0.0
+
     prepare_command_line(read_env())
     try:
         text = hydra_utils.answer(sys.argv[1:]) or hydra_utils.run_hydra(task)
@@ -54,18 +63,14 @@ def resolve(words: Sequence[str] | None = None) -> Job:
         exit_with(Outcome(RunStatus.COMPLETE))
     if sweep := started_sweep():
         exit_with(sweep.finish())
-    [job] = task.jobs
+    [job] = jobs
+    refuse_unread_keys(job.command_line_keys, script)
+    ranks = job.config.ddp.nproc_per_node
+    check(
+        not ranks
+        or not read_env().is_standalone
+        or "ddp.nproc_per_node" not in job.command_line_keys,
+        f"ddp.nproc_per_node={ranks} is for main.py and for sweeps; start one run of a script by "
+        f"torchrun --nproc_per_node={ranks} {script.name}",
+    )
     return job.with_run(name=run_name(job.config))
-
-
-class _ResolveScript:
-    """The task that Hydra calls with what it has composed. Keep the job for the script."""
-
-    is_script = True  # `study/sweeps/sweeper.py` runs the script for each job of a sweep
-
-    def __init__(self) -> None:
-        self.jobs: list[Job] = []
-
-    def __call__(self, cfg: DictConfig, swept: Collection[str] | None = None) -> float:
-        self.jobs.append(checked_job(from_hydra.resolve(cfg, swept)))
-        return 0.0

@@ -30,7 +30,7 @@ from mingpt_ddp.config.validation import check
 from mingpt_ddp.errors import LONGEST_LINE, ConfigError
 from mingpt_ddp.process.terminal import echo_error
 from mingpt_ddp.storage.recorded_words import words_to_type
-from mingpt_ddp.storage.run_directory import recorded_config, refuse_own_loop
+from mingpt_ddp.storage.run_directory import recorded_config, refuse_other_loop
 
 PRESET = "recorded"
 
@@ -52,7 +52,7 @@ def store_recorded(run: str, typed: list[str]) -> list[str]:
     recorded = recorded_config(directory) if "://" not in run else None
     if recorded is None or not {*recorded} >= {"run", "model", "optimizer", "data", "trainer"}:
         raise ConfigError(f"{run} has no config.yaml of a run; name a run directory")
-    refuse_own_loop(directory)
+    refuse_other_loop(directory)
     recorded = with_defaults(with_data_format(recorded))
     for key in flatten(recorded):
         is_name = key.partition(".")[2].isidentifier()

@@ -10,7 +10,7 @@ from mingpt_ddp.snapshots.hashes import Hashes, hash_snapshot
 from mingpt_ddp.snapshots.read.load import find_steps, load
 from mingpt_ddp.snapshots.write.ledger import Ledger, Record, digest_settings
 from mingpt_ddp.snapshots.write.store import SnapshotStore
-from mingpt_ddp.storage.run_directory import refuse_own_loop
+from mingpt_ddp.storage.run_directory import refuse_other_loop
 
 SHOWN = 8  # intervals that an error offers
 
@@ -43,7 +43,7 @@ class RecordedRun:
             ConfigError: a script's own loop has trained the run.
         """
         if "://" not in url:
-            refuse_own_loop(run_of(Path(url)))
+            refuse_other_loop(run_of(Path(url)))
         store, steps = find_steps(url)
         states = {step: read_state(store, step) for step in steps if store.is_committed(step)}
         if not states:

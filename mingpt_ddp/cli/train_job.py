@@ -4,7 +4,6 @@
 local worker.
 """
 
-import contextlib
 import gc
 import logging
 import os
@@ -36,7 +35,7 @@ from mingpt_ddp.process.env import (
 from mingpt_ddp.process.exit import exit_process
 from mingpt_ddp.process.interrupts import INTERRUPTED
 from mingpt_ddp.process.parent_watch import die_with_parent
-from mingpt_ddp.process.root_cause import ProcessExit, exit_with, failed
+from mingpt_ddp.process.root_cause import ProcessExit, exit_with, failed, tell_caller
 from mingpt_ddp.process.signals import SignalHandler
 from mingpt_ddp.process.terminal import echo, escape_what_streams_cannot_encode
 from mingpt_ddp.storage.urls import check_text
@@ -60,9 +59,7 @@ def main(to_words: Callable[[list[str]], list[str]] = list) -> None:
     if caller or has_parent_launcher():
         die_with_parent(caller.pid if caller else None)
     outcome = _run(caller, to_words)
-    if caller is not None and caller.outcome is not None:
-        with contextlib.suppress(OSError):
-            Path(caller.outcome).write_text(outcome.to_json())
+    tell_caller(outcome)
     # A caller in Python raises the error, so this process does not print it too.
     exit_with(outcome, prints=caller is None)
 

@@ -85,6 +85,11 @@ def loaded_files(roots: Iterable[Path]) -> dict[Path, str]:
     return hashes
 
 
+def names_in(roots: Iterable[Path]) -> frozenset[str]:
+    """Return the names and texts in the code of files, and of the files they have imported."""
+    return frozenset().union(*(_files[path].words for path in loaded_files(roots)))
+
+
 def loaded_sha256(path: Path) -> str | None:
     """Return the SHA-256 of a file as this process has loaded it. Return None if it has not."""
     return _files[path].sha256 if path in _files else None

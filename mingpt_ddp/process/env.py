@@ -3,6 +3,7 @@
 The only module that reads RANK, WORLD_SIZE, MASTER_ADDR, OMPI_COMM_WORLD_RANK etc.
 """
 
+import functools
 import json
 import os
 import time
@@ -33,6 +34,7 @@ class Caller:
         return {CALLER: json.dumps(asdict(self))}
 
 
+@functools.cache
 def take_caller() -> Caller | None:
     """Return the caller of this process, and hide it from the processes that this one starts."""
     text = os.environ.pop(CALLER, None)

@@ -21,7 +21,7 @@ from mingpt_ddp.errors import (
     UserError,
 )
 from mingpt_ddp.process import logs
-from mingpt_ddp.process.env import DistEnv, has_parent_launcher, read_env
+from mingpt_ddp.process.env import DistEnv, has_parent_launcher, read_env, take_caller
 from mingpt_ddp.process.exit import (
     EX_TEMPFAIL,
     FAILURE,
@@ -234,6 +234,18 @@ def exit_with(outcome: Outcome, prints: bool = True) -> NoReturn:
     exit_process(first, USER_ERROR, prints)
 
 
+def tell_caller(outcome: Outcome) -> None:
+    """Write how this process has ended for the process that has started it, if that asks for it.
+
+    Of several ranks that fail, the first one to write counts.
+    """
+    caller = take_caller()
+    if caller is None or caller.outcome is None or (outcome.has_failed and outcome.error is None):
+        return
+    with contextlib.suppress(OSError), open(caller.outcome, "x") as file:
+        file.write(outcome.to_json())
+
+
 def _is_first_report(env: DistEnv, job: int, message: str) -> bool:
     """Record a user error for later attempts. Return True for the first rank of an agent.
 
@@ -286,5 +298,7 @@ def process_exit() -> Iterator[None]:
         log.error("interrupted")
         exit_process(None, INTERRUPTED)
     except Exception as error:
-        exit_with(exits.outcome_of(error))
+        outcome = exits.outcome_of(error)
+        tell_caller(outcome)
+        exit_with(outcome)
     exit_process(None, 0)

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from mingpt_ddp.config.config import flatten
-from mingpt_ddp.config.job import Job
+from mingpt_ddp.config.config import LIMITS, Config, flatten
+from mingpt_ddp.config.job import Job, RunStatus
 from mingpt_ddp.config.recorded import without_unknown
 from mingpt_ddp.errors import ConfigError, RunError, StorageUnavailableError, reason
 from mingpt_ddp.storage.lease import Lease
@@ -22,6 +22,8 @@ from mingpt_ddp.storage.yaml_and_json import dump_json, dump_yaml, load_yaml, re
 
 RESULT = "result.json"
 SCRIPT = "script.py"  # copy of a user's script whose own loop trains the run
+MAIN_LOOP = "mingpt_ddp's main.py"
+SCRIPT_RECORD = "script.json"  # the name of that script, and the words of its command line
 # Differences in these keys do not count: one start may record null, another the name itself.
 DIRECTORY_KEYS = ("run.name",)
 SWEEP = "sweep.json"  # in the directory of a sweep
@@ -31,7 +33,7 @@ HEADER = "mingpt_ddp"  # attribute of Optuna's study with the settings that all 
 PARTIAL_FILES = (
     ".config*.partial",
     ".code*.partial",
-    ".script.py.*.partial",
+    ".script.*.partial",
     ".result.json.*.partial",
     ".samples.jsonl.*.partial",
     ".tokenizer.json.*.partial",
@@ -53,6 +55,8 @@ WRITTEN_INTO = (
     "wandb",
 )
 WRITTEN_INTO_BY_SWEEP = ("multirun.yaml", FAILURES)  # the same for the directory of a sweep
+# Exceptions from reading an untrusted record that no run has written.
+NOT_OF_A_RUN = (KeyError, TypeError, ValueError, ArithmeticError, AttributeError)
 MAX_LEASE_BYTES = 100  # size limit of the file with the id of a lease
 
 
@@ -236,18 +240,52 @@ def check_record(config: dict[str, Any], hydra_files: Mapping[str, str]) -> None
         ) from error
 
 
-def refuse_own_loop(directory: Path) -> None:
-    """Refuse to train a run by the package's loop if a script's own loop has trained it.
+def script_files(script: Path, words: Iterable[str]) -> dict[str, bytes]:
+    """Return the files that record a user's script whose own loop trains a run, by name.
+
+    Args:
+        script: In an interactive session, there is no such file.
+        words: The words of its command line.
+    """
+    files = {SCRIPT_RECORD: dump_json({"name": script.name, "words": [*words]})}
+    with contextlib.suppress(OSError):
+        files[SCRIPT] = script.read_bytes()
+    return files
+
+
+def recorded_script(directory: Path) -> tuple[str, list[str]] | None:
+    """Return the name and the words of the script whose own loop trains a run.
+
+    Return None for the loop of main.py.
+    """
+    record = read_json(directory / SCRIPT_RECORD)
+    if not record:
+        return None
+    words = record.get("words")
+    return str(record.get("name")), [*map(str, words)] if isinstance(words, list) else []
+
+
+def refuse_other_loop(directory: Path, script: Path | None = None) -> None:
+    """Refuse to train a run by another loop than before. An edited script has the same loop.
+
+    Args:
+        script: The user's script whose own loop is to train the run. None for the loop of main.py.
 
     Raises:
-        ConfigError: It names the copy of the script.
+        ConfigError: It names both loops.
     """
-    script = directory / SCRIPT
-    if script.exists():
-        raise ConfigError(
-            f"{directory} was trained by a loop of your own: run your script again; {script} is a "
-            "copy of it"
-        )
+    before = recorded_script(directory)
+    if before is None and (script is None or recorded_config(directory) is None):
+        return
+    name = before[0] if before else MAIN_LOOP
+    now = script.name if script else MAIN_LOOP
+    if name == now:
+        return
+    again = f"run {name} again, of which {directory / SCRIPT} is a copy, or " if before else ""
+    raise ConfigError(
+        f"{directory} was trained by the loop of {name}, not by that of {now}; {again}choose "
+        "another run.name"
+    )
 
 
 def _delete_files(directory: Path, patterns: tuple[str, ...]) -> None:
@@ -270,6 +308,32 @@ def _write(path: Path, content: bytes, mode: int = 0o666) -> None:
 def read_result(directory: Path) -> dict[str, Any]:
     """Return the result of the run in this directory, or {} if it cannot be read."""
     return read_json(directory / RESULT)
+
+
+def has_ended(result: dict[str, Any], recorded: dict[str, Any], config: Config) -> bool:
+    """Return True if a run is complete at the limits of `config`, or was pruned.
+
+    Args:
+        result: Its result.json, untrusted.
+        recorded: The configuration of its last start, untrusted.
+    """
+    try:
+        if result["status"] == RunStatus.PRUNED:  # larger limits do not continue a pruned job
+            return True
+        if result["status"] != RunStatus.COMPLETE:
+            return False
+        keys = [*LIMITS]
+        if result.get("stopped_early"):
+            keys.append("patience")
+        for key in keys:
+            old = recorded["trainer"].get(key)  # older runs lack max_minutes
+            new = getattr(config.trainer, key)
+            # A limit that was null did not end the job, but any other limit may have.
+            if old is not None and (new is None or new > old):
+                return False
+    except NOT_OF_A_RUN:
+        return False
+    return True
 
 
 def _config_numbers(directory: Path) -> list[int]:

@@ -51,6 +51,8 @@ class RunLength:
         # the last step, if trainer.max_minutes was over before it became a number; never recorded,
         # so that more minutes are reckoned from the time of the steps
         self.over_at: int | None = None
+        # The step at which a script's loop has ended the run, before its limits. None in main.py.
+        self.stopped_at: int | None = None
         if self.reckon(self.state.step) == self.state.step:
             self.over_at = self.state.step
 
@@ -74,6 +76,8 @@ class RunLength:
     @property
     def steps(self) -> int:
         """The number of steps; of those that are known to be too many, while it is not fixed."""
+        if self.stopped_at is not None:
+            return self.stopped_at
         return min(self.limits.values(), default=UNKNOWN)
 
     @property

@@ -12,7 +12,6 @@ from mingpt_ddp.storage.code_identity import with_loaded_files
 from mingpt_ddp.storage.run_directory import RunDirectory, read_result
 from mingpt_ddp.tasks.task import recorded_data
 from mingpt_ddp.training.hooks.observers import Observers
-from mingpt_ddp.training.train_state import has_stopped_early
 from mingpt_ddp.training.trainable import Run
 from mingpt_ddp.training.trainer import TrainingEnd
 
@@ -41,7 +40,7 @@ def record_end(
         if not run.is_complete:
             observers.hooks.call("end", result)
     if outcome.status is RunStatus.COMPLETE:
-        _log_end(run, outcome, owner.path)
+        log_end(run, outcome, owner.path)
 
 
 def _result(run: Run, outcome: TrainingEnd) -> dict[str, Any]:
@@ -49,8 +48,7 @@ def _result(run: Run, outcome: TrainingEnd) -> dict[str, Any]:
     state = run.state
     task = run.task
     result: dict[str, Any] = {"status": outcome.status.value}
-    has_ended_early = outcome.status is RunStatus.COMPLETE and state.step < run.length.steps
-    if has_ended_early and has_stopped_early(state, run.config.trainer.patience):
+    if outcome.status is RunStatus.COMPLETE and state.step < run.length.steps:
         result["stopped_early"] = True
     result["step"] = state.step
     result["epoch"] = state.step / run.loader.steps_per_epoch
@@ -97,7 +95,8 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _log_end(run: Run, outcome: TrainingEnd, directory: Path) -> None:
+def log_end(run: Run, outcome: TrainingEnd, directory: Path) -> None:
+    """Log what a run has reached, and where it is."""
     state = run.state
     task = run.task
     total_s = state.wall_seconds + state.wasted_seconds

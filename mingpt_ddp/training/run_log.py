@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor
 from mingpt_ddp.config.builders import code_roots
 from mingpt_ddp.config.job import Job, RunStatus
 from mingpt_ddp.config.loaded_code import script_path
+from mingpt_ddp.config.own_loop import refuse_unread_words
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.metrics.start_times import StartTimes
 from mingpt_ddp.process import logs
@@ -21,7 +23,7 @@ from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.storage.code_identity import start_reading
 from mingpt_ddp.training.hooks.observers import Hooks, Observers
 from mingpt_ddp.training.recorder import Recorder
-from mingpt_ddp.training.result import record_end
+from mingpt_ddp.training.result import log_end, record_end, recorded_test
 from mingpt_ddp.training.saves.resume import check_state
 from mingpt_ddp.training.start.stages import (
     open_directory,
@@ -30,11 +32,13 @@ from mingpt_ddp.training.start.stages import (
     record_start,
     resume,
 )
+from mingpt_ddp.training.start.start_log import warn_of_edited_code
 from mingpt_ddp.training.train_state import TrainState
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainer import TrainingEnd
 
 P = ParamSpec("P")
+log = logging.getLogger(__name__)
 
 
 def _unless_complete(record: Callable[P, None]) -> Callable[P, None]:
@@ -54,8 +58,8 @@ class RunLog:
     """Resume a run and keep its records, in a `with` block around a loop of your own.
 
     The run directory is locked in the block. If the block ends without an error, the last step is
-    saved and result.json says that the run is complete. After that, the same script trains and
-    records nothing more. All ranks make the same calls.
+    saved and result.json says that the run is complete, and if the loop has stopped early. After
+    that, the same script trains and records nothing more. All ranks make the same calls.
     """
 
     def __init__(self, step: TrainStep) -> None:
@@ -64,8 +68,10 @@ class RunLog:
         Raises:
             RunError: Another process trains this run, or the directory cannot be written.
             SnapshotError: There are snapshots, but none that this run can resume from.
-            ConfigError: run.resume=never, which a loop of the user's own cannot do.
+            ConfigError: run.resume=never, which a loop of the user's own cannot do. Another loop
+                has trained the run. The script does not read a word of its command line.
         """
+        refuse_unread_words(step.task.config)
         check(
             step.task.config.run.resume != "never",
             "run.resume=never is for main.py; choose another run.name for a new run",
@@ -79,24 +85,28 @@ class RunLog:
         task = step.task
         env = runtime.group.env
         times = StartTimes(process_start_time())
-        script = script_path()
-        roots = [*code_roots(), *([script] if script else [])]
+        script = script_path() or Path("an interactive session")
+        roots = [*code_roots(), script]
         code = env.call_on_rank_zero(lambda: start_reading(roots))
         job = Job(task.config)
-        history = open_directory(job, runtime, resources)
+        history = open_directory(job, runtime, resources, script)
         snapshots = SnapshotManager(task.config, runtime, history.store, history.directory)
         snapshot = snapshots.load_latest(partial(check_state, task=task))
         logs.to_file(history.directory, env)
         runtime.resume_precision(task.config, snapshot and snapshot.state)
         run = resume(runtime, task, step.loader, step.trainable, history, snapshots, snapshot, code)
         step.length = run.length  # its state is what the snapshot has restored
-        record_start(run, history, job, code, script)
+        record_start(run, history, job, code)
         self._run = run
         self._step = step
         self._owner = history.owner
         self._observers = Observers(Hooks(runtime.group), open_trackers(run), None, SignalHandler())
         self._lr = 0.0
+        self._begun_save: int | None = None  # step of the last save that has begun
+        self._is_evaluating = False
+        self._has_improved = False  # this step is to be saved as the best so far
         if run.is_complete:
+            env.call_on_rank_zero(lambda: warn_of_edited_code(run.code))
             return
         record_attempt(run, history, times)
         self._recorder = Recorder(run, step, times, self._observers, history.end)
@@ -113,8 +123,13 @@ class RunLog:
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         with self._resources:
-            if kind is None and not self.is_complete:
+            if kind is not None:
+                return
+            if not self.is_complete:
                 self._end()
+            elif self._owner:
+                end = TrainingEnd(RunStatus.COMPLETE, recorded_test(self.directory))
+                log_end(self._run, end, self.directory)
 
     @property
     def state(self) -> TrainState:
@@ -171,18 +186,33 @@ class RunLog:
             with self._step.average.applied():
                 yield
             return
-        with self._metrics.meter.paused(), self._recorder.averaged_weights():
-            yield
+        self._is_evaluating = True
+        try:
+            with self._metrics.meter.paused(), self._recorder.averaged_weights():
+                yield
+        finally:
+            self._is_evaluating = False
+        self._save_best()
 
     @_unless_complete
     def log_evaluation(self, metrics: dict[str, float]) -> None:
         """Log and record the metrics of the validation split, as `Evaluator.run` returns them.
 
+        If its loss is the lowest so far, save this step, unless snapshot.keep_best is false. Within
+        `evaluating` the save begins when the model has its own weights again.
+
         Raises:
             TrainingError: The loss is not finite.
             ConfigError: `sweep.metric` is not among the metrics.
         """
-        self._recorder.record_evaluation(metrics)
+        improved = self._recorder.record_evaluation(metrics)
+        self._has_improved = improved and self._run.config.snapshot.keep_best
+        self._save_best()
+
+    def _save_best(self) -> None:
+        if self._has_improved and not self._is_evaluating:
+            self._has_improved = False
+            self.save()
 
     @_unless_complete
     def log_sample(self, text: str | None) -> None:
@@ -192,11 +222,16 @@ class RunLog:
     @_unless_complete
     def save(self) -> None:
         """Save this step, after the save in progress. It is written while training goes on."""
-        self._saves.save()
+        if self._begun_save != self.state.step:
+            self._begun_save = self.state.step
+            self._saves.save()
         self._metrics.commit(self._run.snapshots.last_step)
 
     def _end(self) -> None:
         """Wait until the last step is saved, and write result.json."""
+        step, steps = self.state.step, self._step.steps
+        if step < steps:
+            log.info("stopped early: the loop has ended at step %d of %d", step, steps)
         self._saves.commit()
         self._metrics.commit(self.state.step)
         self._metrics.complete(self.state.step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import runpy
 import signal
@@ -10,9 +11,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from example_files import command_of, run_in_shell
 from launching import ROOT, Job, call, is_running, python_main, wait_for
 from runs import Record, curve, error_line, fail, read_result, succeed, tool
+from safetensors.torch import load_file
 
 import mingpt_ddp
 from mingpt_ddp import loop
@@ -107,10 +110,13 @@ def test_it_trains_to_the_bits_of_main(ranks, tmp_path, monkeypatch):
     assert losses(own) == losses(main)
     assert result(own) == result(main)
     files = {path.name for path in main.iterdir()} - {".hydra", "code.patch"}
-    assert {path.name for path in own.iterdir()} - {"code.patch"} == files | {"script.py"}
+    of_script = {"script.py", "script.json"}
+    assert {path.name for path in own.iterdir()} - {"code.patch"} == files | of_script
     assert (own / "script.py").read_text() == script.read_text()
     kept = {path: path.read_bytes() for path in own.iterdir() if path.suffix in (".json", ".jsonl")}
-    assert "complete: the newest snapshot is from the last step, 20" in succeed(command, tmp_path)
+    again = succeed(command, tmp_path)
+    assert "complete: the newest snapshot is from the last step, 20" in again
+    assert re.findall("done: .*", again) == re.findall("done: .*", text)
     assert {path: path.read_bytes() for path in kept} == kept
     for rank in range(ranks):
         points = curve(own, rank=rank)
@@ -151,10 +157,172 @@ def test_a_sweep_over_the_loop_as_the_page_says(tmp_path):
     assert [row["status"] for row in rows] == ["complete", "complete"]
     assert rows[0]["val_loss"] < rows[1]["val_loss"]
     text = succeed(tool("report", str(sweep)), tmp_path)
-    assert f"its own loop is in {rows[0]['directory']}/script.py" in text
+    started = f"run with {' '.join(overrides())} trainer.max_steps=300 optimizer.lr=0.01 run.name="
+    assert f"its own loop is in {rows[0]['directory']}/script.py, {started}" in text
     assert (sweep / "report.html").exists()
     again = error_line(fail(tool("again", rows[0]["directory"]), tmp_path), "config error: ")
-    assert "was trained by a loop of your own" in again
+    assert "was trained by the loop of train.py" in again
+
+
+def small(tmp_path: Path, name: str = "own.py", changes: dict[str, str] | None = None) -> Path:
+    """Write a script of six steps, with other lines in place of some of the example's."""
+    source = EXAMPLE.read_text()
+    for old, new in {'"max_steps": 500': '"max_steps": 6', **(changes or {})}.items():
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    script = tmp_path / name
+    script.write_text(source)
+    return script
+
+
+def with_resolve(script: Path) -> Path:
+    """Let a script take the words of main.py."""
+    source = script.read_text()
+    source = source.replace("    from_mapping,\n", "    resolve,\n")
+    script.write_text(source.replace("from_mapping(SETTINGS)", "resolve().config"))
+    return script
+
+
+def content(directory: Path) -> dict[Path, bytes]:
+    """Return the content of all files, except for locks, which name their last process."""
+    files = [path for path in directory.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {path: path.read_bytes() for path in files}
+
+
+def test_a_directory_belongs_to_one_loop(tmp_path):
+    """Another script and main.py are refused, and change nothing. An edited script goes on."""
+    python = launcher(1)
+    first = small(tmp_path, "first.py")
+    succeed([*python, str(first)], tmp_path)
+    before = content(tmp_path / "outputs")
+    second = small(tmp_path, "second.py")
+    line = error_line(fail([*python, str(second)], tmp_path), "config error: ")
+    assert "trained by the loop of first.py, not by that of second.py" in line
+    assert line.endswith("or choose another run.name")
+    main = [*python_main(), *overrides(), "run.root=outputs", "trainer.max_steps=6"]
+    line = error_line(fail([*main, "run.name=example"], tmp_path), "config error: ")
+    assert "trained by the loop of first.py, not by that of mingpt_ddp's main.py" in line
+    assert content(tmp_path / "outputs") == before
+
+    first.write_text(first.read_text() + "# another line\n")
+    text = succeed([*python, str(first)], tmp_path)
+    assert "the run is complete: this is the result of first.py as it was; another run.name" in text
+    succeed([*main, "run.name=by_main"], tmp_path)
+    first.write_text(first.read_text().replace('"example"', '"by_main"'))
+    line = error_line(fail([*python, str(first)], tmp_path), "config error: ")
+    assert "by_main was trained by the loop of mingpt_ddp's main.py, not by that of fir" in line
+
+
+def test_a_sweep_does_not_take_results_of_another_loop(tmp_path):
+    python = launcher(1)
+    words = ["-m", *overrides(), "trainer.max_steps=6", "run.name=sweep", "run.seed=1"]
+    succeed([*python, str(with_resolve(small(tmp_path))), *words], tmp_path)
+    before = content(tmp_path / "outputs")
+    other = with_resolve(small(tmp_path, "other.py"))
+    for command in [*python, str(other)], python_main():
+        line = error_line(fail([*command, *words], tmp_path), "config error: ")
+        assert "was trained by the loop of own.py, not by that of" in line
+    assert content(tmp_path / "outputs") == before
+
+
+def test_a_loop_that_breaks_is_complete_alone_and_in_a_sweep(tmp_path):
+    """Until its limits are raised."""
+    step = "            lr = step.update(n)\n"
+    stop = "            if n == 4:\n                break\n"
+    script = with_resolve(small(tmp_path, changes={step: stop + step}))
+    limit = "trainer.max_steps=6"
+    words = [*overrides(), limit, "run.name=sweep", "run.seed=1"]
+    command = [*launcher(1), str(script)]
+    assert "stopped early: the loop has ended at step 3 of 6" in succeed(
+        [*command, "-m", *words], tmp_path
+    )
+    [job] = (path.parent for path in (tmp_path / "outputs" / "sweep").glob("*/script.json"))
+    assert read_result(job) | {"status": "complete", "stopped_early": True, "step": 3} == (
+        read_result(job)
+    )
+    typed = json.loads((job / "script.json").read_text())["words"]
+    text = succeed([*command, *typed], tmp_path)
+    assert "complete: the newest snapshot is from the last step, 3" in text
+    assert "after 3 steps" in text
+    typed[typed.index(limit)] = "trainer.max_steps=7"
+    text = succeed([*command, *typed], tmp_path)
+    assert "resuming from the snapshot of step 3 of 7" in text
+
+
+def test_words_without_an_effect_are_refused(tmp_path):
+    """With one line, before anything is written."""
+    fixed = [*launcher(1), str(small(tmp_path, "fixed.py"))]
+    line = fail([*fixed, "trainer.max_steps=5"], tmp_path)
+    assert "trainer.max_steps=5 has no effect, because fixed.py does not read its command l" in line
+    command = [*launcher(1), str(with_resolve(small(tmp_path)))]
+    for words, told in {
+        "trainer.eval_every=5": "trainer.eval_every is for the loop of main.py, and own.py does",
+        "-m trainer.log_every=5,6": "trainer.log_every is for the loop of main.py, and own.py does",
+        "ddp.nproc_per_node=2": "ddp.nproc_per_node=2 is for main.py and for sweeps; start one",
+        "model.n_head=5": "must be divisible by model.n_head=5",
+        "-m sweep.parallel=2 run.seed=1,2": "runs its jobs one after another on this machine",
+        "-m sweep=optuna sweep.pruner=median optimizer.lr=interval(1,2)": "sweep.pruner needs the",
+    }.items():
+        text = fail([*command, *overrides(), "run.name=x", *words.split()], tmp_path)
+        assert text.startswith("config error: ") and text.count("\n") == 1, text
+        assert told in text
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_an_idea_has_a_key_as_the_page_says(tmp_path):
+    page = (ROOT / "docs" / "research.md").read_text()
+    block = re.search(r"above `train`:\n\n```py\n(.*?)```", page, re.DOTALL)
+    assert block is not None
+    step = "            norm = step.clip()\n"
+    use = '            print(f"noise {config.task.noise}")\n'
+    changes = {step: use + step, "def train(": f"{block[1]}\n\ndef train("}
+    command = [*launcher(1), str(with_resolve(small(tmp_path, changes=changes)))]
+    words = [*overrides(), "trainer.max_steps=1", "run.name=a"]
+    assert "noise 0.25\n" in succeed(
+        [*command, *words, "task.name=noisy", "task.noise=0.25"], tmp_path
+    )
+    assert "task.noisy is not a key" in fail(
+        [*command, *words, "task.name=noisy", "task.noisy=1"], tmp_path
+    )
+
+
+def test_a_sweep_says_why_a_job_has_failed(tmp_path):
+    """Also if the job was killed."""
+    bug = """            if config.run.seed == 1:
+                raise ValueError("mine")
+            import os
+            os.kill(os.getpid(), 9)
+"""
+    step = "            norm = step.clip()\n"
+    script = with_resolve(small(tmp_path, changes={step: bug + step}))
+    words = ["-m", *overrides(), "run.name=sweep", "run.seed=1,2"]
+    text = fail([*launcher(1), str(script), *words], tmp_path, code=1)
+    assert "2 of 2 failed" in text.splitlines()[-1]
+    rows = (tmp_path / "outputs" / "sweep" / "failures.jsonl").read_text().splitlines()
+    reasons = [json.loads(row)["reason"] for row in rows]
+    assert re.fullmatch(r"error: rank 0: ValueError: mine \(own.py:\d+\)", reasons[0]), reasons
+    assert reasons[1] == "job error: the script was killed by SIGKILL"
+    assert text.count("ValueError: mine") == 1
+    assert text.count("was killed by SIGKILL") == 1
+
+
+def test_the_best_step_is_kept(tmp_path):
+    """It is saved although no save is due there, with the weights themselves and not their mean."""
+    record = "            run.record_step(n, losses, norm, lr)\n"
+    keep = "            torch.save(trained.model.state_dict(), f'{n}.pt')\n"
+    changes = {
+        '"micro_batch_size": 8': '"micro_batch_size": 8, "ema": 0.5',
+        "EVAL_EVERY = 100": "EVAL_EVERY = 2",
+        'evaluator.run(trained.model, "val")': '{"loss": {2: 2.5, 4: 2.0, 6: 2.25}[n]}',
+        "from typing import Any\n": "from typing import Any\nimport torch\n",
+        record: record + keep,
+    }
+    succeed([*launcher(1), str(small(tmp_path, changes=changes))], tmp_path)
+    run = tmp_path / "outputs" / "example"
+    assert mingpt_ddp.load(run, step="best").step == 4
+    saved = load_file(run / "snapshots" / "step_00000004" / "model.safetensors")
+    own = torch.load(tmp_path / "4.pt")
+    assert own and all(torch.equal(own[name], saved[name]) for name in own)
 
 
 def test_two_processes_do_not_train_in_one_directory(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mingpt_ddp import errors
 from mingpt_ddp.storage.recorded_words import words_to_type
-from mingpt_ddp.storage.run_directory import SCRIPT
+from mingpt_ddp.storage.run_directory import SCRIPT, recorded_script
 from mingpt_ddp.study.results.objective import Objective
 from mingpt_ddp.study.results.runs import Row, RunRecord, Value
 
@@ -118,12 +118,12 @@ def when(seconds: float | None) -> str:
 def command_line(job: RunRecord) -> str:
     """Return the command that trains a job again, or goes on with it, quoted for a shell.
 
-    Return NO_COMMAND if no run.name is recorded, and the copy of the script if the job was trained
-    by a loop of the user's own.
+    Return NO_COMMAND if no run.name is recorded. If the job was trained by a loop of the user's
+    own, return the copy of the script and the words of its command line.
     """
-    script = job.directory / SCRIPT
-    if script.exists():
-        return f"its own loop is in {script}"
+    if recorded := recorded_script(job.directory):
+        started = f", run with {shlex.join(recorded[1])}" if recorded[1] else ""
+        return f"its own loop is in {job.directory / SCRIPT}{started}"
     # Without it, the command would begin another run.
     if "run.name" not in job.config:
         return NO_COMMAND

@@ -12,12 +12,17 @@ from omegaconf import DictConfig, open_dict, read_write
 
 from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.config import flatten
+from mingpt_ddp.config.own_loop import refuse_unread_keys, resolving_script
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.device.machine import count_cores
 from mingpt_ddp.errors import counted
 from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.storage.lock import acquire_lock
-from mingpt_ddp.storage.run_directory import WRITTEN_INTO_BY_SWEEP, refuse_links
+from mingpt_ddp.storage.run_directory import (
+    WRITTEN_INTO_BY_SWEEP,
+    refuse_links,
+    refuse_other_loop,
+)
 from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.study.results.objective import (
     BITS_PER_BYTE,
@@ -58,12 +63,25 @@ def start_sweep(config: DictConfig, env: DistEnv) -> Sweep:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     own_directory = Path(first.run.root, first.run.name) if first.run.name is not None else None
     settings = check_settings(config, jobs, env)
+    is_remote = hydra_utils.is_external(str(config.hydra.launcher._target_))
+    script = resolving_script()
+    if script is not None:
+        keys = [hydra_utils.key_of(str(each.input_line)) for each in overrides]
+        refuse_unread_keys(keys, script)
+        check(
+            settings.pruner == "none",
+            "sweep.pruner needs the evaluations of main.py; leave it out over a script of your own",
+        )
+        check(
+            settings.parallel == 1 and not is_remote and env.is_standalone and is_ours,
+            "a sweep over a script of your own runs its jobs one after another on this machine; "
+            "leave out sweep.parallel, launchers, other sweepers and torchrun",
+        )
     objective = default_objective(loss_unit(flatten(job.to_dict())) for job in jobs)
     is_by_bits = settings.metric is None and objective is BITS_PER_BYTE
     given_metric = settings.metric
     if is_by_bits:
         settings = replace(settings, metric=objective.series)
-    is_remote = hydra_utils.is_external(str(config.hydra.launcher._target_))
     slots = plan_slots(settings, jobs, own_directory) if is_ours and not is_remote else []
     if own_directory is not None:
         is_single_run = env.call_on_rank_zero(lambda: is_run(own_directory))
@@ -76,7 +94,7 @@ def start_sweep(config: DictConfig, env: DistEnv) -> Sweep:
     if settings.is_search:
         check_search(first, overrides)
     rule = rule_of(first, overrides)
-    lock = env.call_on_rank_zero(lambda: _lock(own_directory) if own_directory else None)
+    lock = env.call_on_rank_zero(lambda: _lock(own_directory, script) if own_directory else None)
     sweep = Sweep(
         env=env,
         config=first,
@@ -86,6 +104,7 @@ def start_sweep(config: DictConfig, env: DistEnv) -> Sweep:
         source=source_of(first, overrides, directory, env) if is_ours else None,
         slots=slots,
         lock=lock,
+        script=script,
         file=SweepFile(env.call_on_rank_zero(lambda: own_directory)),
     )
     if is_ours:
@@ -105,8 +124,13 @@ def start_sweep(config: DictConfig, env: DistEnv) -> Sweep:
     return sweep
 
 
-def _lock(directory: Path) -> IO[str]:
-    """Lock the directory of a sweep, unless a link in it leads to another place."""
+def _lock(directory: Path, script: Path | None) -> IO[str]:
+    """Lock the directory of a sweep.
+
+    Refuse it if another loop has trained its jobs, or if a link in it leads to another place.
+    """
+    for job in directory.glob("*/"):
+        refuse_other_loop(job, script)
     refuse_links(directory.glob("*"), WRITTEN_INTO_BY_SWEEP)
     return acquire_lock(directory)
 

@@ -6,13 +6,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
-from mingpt_ddp.config.job import Job, Outcome, RunStatus
+from mingpt_ddp.config.job import Job, Outcome, Reporter, RunStatus
 from mingpt_ddp.errors import JobError, RunError
 from mingpt_ddp.process.env import Caller, DistEnv
+from mingpt_ddp.process.exit import FAILURE
 from mingpt_ddp.process.interrupts import handle
 from mingpt_ddp.process.linux import die_with_parent
+from mingpt_ddp.storage.yaml_and_json import load_yaml
 from mingpt_ddp.training.run_job import Records, name_job
 
 
@@ -29,9 +32,14 @@ def run_script(job: Job, env: DistEnv, records: Records, started_at: float) -> O
     with tempfile.TemporaryDirectory(prefix="mingpt_ddp-") as scratch:
         file = Path(scratch, "job.json")
         file.write_text(job.to_json())
+        outcome = Path(scratch, "outcome.json")
+        caller = Caller(os.getpid(), outcome=str(outcome), job=str(file))
+        words: list[str] = load_yaml(job.hydra_files["overrides.yaml"])
+        words = [word for word in words if not word.startswith("run.name=")]
+        words.append(f"run.name={job.config.run.name}")
         with subprocess.Popen(
-            [sys.executable, *launcher, sys.argv[0]],
-            env={**os.environ, **Caller(os.getpid(), job=str(file)).environ()},
+            [sys.executable, *launcher, sys.argv[0], *words],
+            env={**os.environ, **caller.environ()},
             start_new_session=True,  # so that Ctrl-C arrives only once, sent from here
             preexec_fn=die_with_parent,
         ) as process:
@@ -44,12 +52,19 @@ def run_script(job: Job, env: DistEnv, records: Records, started_at: float) -> O
             code = process.wait()
             for number, handler in before.items():
                 signal.signal(number, handler)
+        ended = outcome.read_text() if outcome.exists() else None
     if received:
         code = 128 + received[-1]
         return Outcome(RunStatus.PREEMPTED, job.directory, exit_code=code, signalled=True)
+    if code != 0 and ended:  # the script has printed this error
+        failure = Outcome.from_json(ended)
+        return replace(failure, directory=job.directory, reporter=Reporter.NOBODY)
     if code != 0:
-        error = JobError(f"the script ended with exit code {code}")
-        return Outcome(RunStatus.FAILED, job.directory, error=error, exit_code=code)
+        how = f"ended with exit code {code}"
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        error = JobError(f"the script {how}")
+        return Outcome(RunStatus.FAILED, job.directory, error=error, exit_code=FAILURE)
     value = None
     with contextlib.suppress(RunError):  # the script has written no result.json
         value = records.value_of(job)

@@ -18,6 +18,7 @@ from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.process.exit import FAILURE, USER_ERROR
 from mingpt_ddp.process.root_cause import failed
 from mingpt_ddp.process.terminal import echo
+from mingpt_ddp.storage.run_directory import refuse_other_loop
 from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.study.results.objective import objective_named
 from mingpt_ddp.study.sweeps.ended_jobs import JobRecords
@@ -42,6 +43,7 @@ class Sweep(Records):
     # True if an external launcher runs the jobs. Its processes count them and log their errors.
     is_remote: bool = False
     lock: IO[str] | None = None  # lock of `directory`, if that is the sweep's own
+    script: Path | None = None  # the script whose own loop trains the jobs; None for main.py
     source: Source | None = None  # None if another sweeper chooses the jobs
     # One slot for each concurrent job. Empty if jobs run one after another.
     slots: list[Slot] = field(default_factory=list)
@@ -177,6 +179,7 @@ class Sweep(Records):
         assert job.place is not None
         number = job.number
         known = self.job_records.look_up(job)
+        refuse_other_loop(job.with_run(name=known.name).directory, self.script)
         if self.study is not None and self.study.has_failed(number):
             known = known._replace(failure=self._reason(job.place.label, PurePath(known.name).name))
         if known.value is None and not self._is_needed(number):

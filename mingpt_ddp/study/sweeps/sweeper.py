@@ -18,7 +18,6 @@ from omegaconf.errors import OmegaConfBaseException
 from mingpt_ddp.config.compose.hydra_errors import explain
 from mingpt_ddp.config.compose.resolve import compose_job, resolve
 from mingpt_ddp.config.job import Job, Outcome, RunStatus, SweepPlace, existing_name
-from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.device.machine import check_machine
 from mingpt_ddp.errors import ConfigError, JobError, RunError
 from mingpt_ddp.process import logs
@@ -51,25 +50,13 @@ def run_jobs(
 
     Args:
         task_function: Called in the processes of an external launcher, to train the job that
-            Hydra's state describes. An attribute `is_script` marks a script with its own loop.
+            Hydra's state describes.
         config: Hydra's configuration of the sweep.
     """
     source = sweep.source
     assert source is not None
     sweep.env.call_on_rank_zero(lambda: _write_multirun(sweep.directory, config))
     compose = partial(_compose, context, config, source)
-    run = run_job
-    if getattr(task_function, "is_script", False):
-        run = run_script
-        check(
-            sweep.settings.pruner == "none",
-            "sweep.pruner needs the evaluations of main.py; leave it out over a script of your own",
-        )
-        check(
-            not sweep.slots and not sweep.is_remote and sweep.env.is_standalone,
-            "a sweep over a script of your own runs its jobs one after another on this machine; "
-            "leave out sweep.parallel, launchers and torchrun",
-        )
     if sweep.slots:
         Scheduler(sweep, source, compose).run()
         return
@@ -80,7 +67,7 @@ def run_jobs(
         )
 
     if not sweep.is_remote:
-        _run_in_turn(sweep, source, run, launcher)
+        _run_in_turn(sweep, source, run_script if sweep.script else run_job, launcher)
         return
     raise_interrupts()  # Ctrl-C must also end the processes that run the jobs
     remote = launcher(partial(task_function, swept=source.swept))

@@ -4,6 +4,7 @@ Each is a collective, and returns what the later ones need: inputs, the history,
 """
 
 import contextlib
+import sys
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,12 +31,14 @@ from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.storage.code_identity import Code, recorded_code
 from mingpt_ddp.storage.lock import LOCK_WAIT_S
 from mingpt_ddp.storage.run_directory import (
-    SCRIPT,
     RunDirectory,
     check_record,
     difference,
+    has_ended,
     read_result,
     recorded_config,
+    refuse_other_loop,
+    script_files,
 )
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.recorded_text import with_recorded_format
@@ -82,16 +85,19 @@ class Inputs:
 class History:
     """The run directory and the records that earlier attempts have left there.
 
-    Ranks other than zero know the first two fields alone.
+    Ranks other than zero do not know the lock and the end.
     """
 
     directory: Path
     store: SnapshotStore  # store of the run's snapshots
     owner: RunDirectory | None = None  # lock of the directory
     end: HistoryEnd | None = None  # end of metrics.jsonl
+    script: Path | None = None  # the script whose own loop trains the run; None for main.py
 
 
-def open_directory(job: Job, runtime: Runtime, resources: contextlib.ExitStack) -> History:
+def open_directory(
+    job: Job, runtime: Runtime, resources: contextlib.ExitStack, script: Path | None = None
+) -> History:
     """Lock the run directory and the directory of its snapshots. A collective.
 
     No other process changes the run from here on. A start that is refused leaves no new
@@ -99,6 +105,10 @@ def open_directory(job: Job, runtime: Runtime, resources: contextlib.ExitStack) 
 
     Args:
         resources: Releases the locks when it is closed.
+        script: The user's script whose own loop trains the run. None for the loop of main.py.
+
+    Raises:
+        ConfigError: Another loop has trained the run.
     """
     config = job.config
     _check_same_config(config, runtime)
@@ -108,13 +118,14 @@ def open_directory(job: Job, runtime: Runtime, resources: contextlib.ExitStack) 
     def lock() -> History:
         owner = RunDirectory(directory, wait_s=min(LOCK_WAIT_S, config.ddp.timeout_s / 2))
         resources.callback(owner.release)
+        refuse_other_loop(directory, script)
         owner.lock_snapshots(store.storage)  # the lease is kept within the deadlines of the store
         if lease := owner.leases.get(store.url):
             store.hold(lease)
         store.check_owner = owner.check
-        return History(directory, store, owner, read_end(directory / METRICS))
+        return History(directory, store, owner, read_end(directory / METRICS), script)
 
-    return runtime.group.keep_on_rank_zero(lock) or History(directory, store)
+    return runtime.group.keep_on_rank_zero(lock) or History(directory, store, script=script)
 
 
 def prepare(
@@ -251,6 +262,10 @@ def resume(
     length = RunLength(task.config, loader.steps_per_epoch, state)
     if steps := length.reckon(state.step):
         length.fix(steps, state.step)
+    if history.script and runtime.group.run_on_rank_zero(
+        lambda: _script_has_ended(directory, task.config, state.step)
+    ):
+        length.stopped_at = state.step
     _record_last_evaluation(length, history.end, runtime.group)
     log_start(runtime, task, trainable.model, directory, length)
     resumed = snapshot.state if snapshot else {}
@@ -303,13 +318,20 @@ def _last_evaluation(end: HistoryEnd | None, step: int) -> dict[str, float]:
     return values
 
 
+def _script_has_ended(directory: Path, config: Config, step: int) -> bool:
+    """Return True if a script's loop has ended at this step, perhaps before the last one."""
+    result = read_result(directory)
+    recorded = recorded_config(directory) or {}
+    return result.get("step") == step and has_ended(result, recorded, config)
+
+
 def _is_complete(length: RunLength, end: HistoryEnd | None, group: ProcessGroup) -> bool:
     """Return whether there is nothing to train, nor to evaluate at the end.
 
     A kill after the last snapshot leaves metrics.jsonl without the end of the run.
     """
     state = length.state
-    if state.step > length.steps:
+    if state.step > length.steps or length.stopped_at is not None:
         return True
     has_evaluated_last = state.step == state.val_step == length.steps
     if not has_evaluated_last and not has_stopped_early(state, length.trainer.patience):
@@ -318,18 +340,11 @@ def _is_complete(length: RunLength, end: HistoryEnd | None, group: ProcessGroup)
     return group.run_on_rank_zero(lambda: end is None or end.is_complete)
 
 
-def record_start(
-    run: Run,
-    history: History,
-    job: Job,
-    code: Callable[[], Code] | None,
-    script: Path | None = None,
-) -> None:
+def record_start(run: Run, history: History, job: Job, code: Callable[[], Code] | None) -> None:
     """Record the configuration, unless a complete run has one; log what differs from before.
 
     Args:
         code: of this attempt, on rank zero.
-        script: The user's script whose own loop trains the run. None for the loop of main.py.
     """
     if history.owner is None:
         return
@@ -342,8 +357,8 @@ def record_start(
         private = {}
         if code and not run.is_complete and (patch := code().patch):
             private[run.code["patch"]] = patch
-        if script:
-            private[SCRIPT] = script.read_bytes()
+        if history.script:
+            private |= script_files(history.script, sys.argv[1:])
         history.owner.record_start(config.to_dict(), job.hydra_files, files, private)
     if run.is_complete:
         return

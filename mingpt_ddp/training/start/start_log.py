@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 BUSY_LOAD = 1.5  # load average for each core; one run alone has about 1
 LONGEST_CELL = 100  # characters of a value in a table
-NEW_RUN = "run.name=NAME or run.resume=never trains a new run with the code as it is now"
+NEW_RUN = "another run.name trains a new run with the code as it is now"
 BYTES_PER_LINE = 250  # of metrics.jsonl, about
 
 
@@ -141,7 +141,7 @@ def warn_of_edited_code(code: dict[str, Any]) -> bool:
     files = changed_files(code)
     if files:
         log.warning(
-            "the run is complete: this is the result of %s as it was, without a sample; %s",
+            "the run is complete: this is the result of %s as it was; %s",
             ", ".join(files)[:LONGEST],
             NEW_RUN,
         )

@@ -16,7 +16,7 @@ from multiprocess.ranks import configure
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.config.job import Job
-from mingpt_ddp.errors import RunError
+from mingpt_ddp.errors import ConfigError, RunError
 from mingpt_ddp.storage.lock import LOCK, lock_now, open_lock
 from mingpt_ddp.storage.run_directory import (
     RunDirectory,
@@ -24,6 +24,8 @@ from mingpt_ddp.storage.run_directory import (
     next_free_name,
     read_result,
     recorded_config,
+    refuse_other_loop,
+    script_files,
 )
 from mingpt_ddp.storage.urls import open_storage
 
@@ -294,3 +296,27 @@ def test_a_lock_that_was_deleted_before_it_was_taken_is_taken_again(tmp_path):
     assert len(opened) == 2 and file is opened[1]
     assert os.path.samestat(os.fstat(file.fileno()), os.stat(tmp_path / LOCK))
     file.close()
+
+
+LOOPS = [None, Path("train.py"), Path("other.py"), Path("main.py")]
+
+
+@pytest.mark.parametrize("now", LOOPS)
+@pytest.mark.parametrize("before", LOOPS)
+def test_another_loop_is_refused(before, now, directory):
+    """The loop of a script is its file name. A script may be called main.py."""
+    files = script_files(before, ["optimizer.lr=1"]) if before else {}
+    directory.record_start(CONFIG, {}, private=files)
+    if before == now:
+        refuse_other_loop(directory.path, now)
+        return
+    with pytest.raises(ConfigError) as refused:
+        refuse_other_loop(directory.path, now)
+    names = [each.name if each else "mingpt_ddp's main.py" for each in (before, now)]
+    assert f"by the loop of {names[0]}, not by that of {names[1]}; " in str(refused.value)
+    assert str(refused.value).endswith("choose another run.name")
+
+
+@pytest.mark.parametrize("now", LOOPS)
+def test_a_directory_without_a_run_takes_any_loop(now, tmp_path):
+    refuse_other_loop(tmp_path, now)
