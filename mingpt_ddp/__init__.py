@@ -6,6 +6,26 @@ from mingpt_ddp.cli import begin
 
 begin()
 
-from mingpt_ddp.cli.api import LoadedRun, history, load, one_line_errors, rows, sweep, train  # noqa: E402
+from mingpt_ddp.cli.api import (  # noqa: E402
+    LoadedRun,
+    StepView,
+    at,
+    history,
+    load,
+    one_line_errors,
+    rows,
+    sweep,
+    train,
+)
 
-__all__ = ["LoadedRun", "history", "load", "one_line_errors", "rows", "sweep", "train"]
+__all__ = [
+    "LoadedRun",
+    "StepView",
+    "at",
+    "history",
+    "load",
+    "one_line_errors",
+    "rows",
+    "sweep",
+    "train",
+]

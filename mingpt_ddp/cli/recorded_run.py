@@ -20,8 +20,8 @@ class Interval:
     """The steps to repeat: those after `base`, up to `target`."""
 
     base: int  # step of a snapshot, or 0 for the start of the run
-    target: int  # step of a later snapshot
-    state: dict[str, Any]  # state.json of the target
+    target: int  # a later step; in a replay, that of a snapshot
+    state: dict[str, Any]  # state.json of the target, or of a snapshot trained with its settings
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,26 @@ class RecordedRun:
             SnapshotError: it is damaged.
         """
         return hash_snapshot(read_snapshot(self.store, step))
+
+    def have_same_settings(self, base: int, end: int) -> bool:
+        """Return True if the recorded steps after `base`, up to `end`, had the same settings."""
+        settings = {step: record.settings for step, record in self.ledger.items()}
+        for step, state in self.states.items():
+            settings[step] = digest_settings(state)
+        return len({settings[step] for step in settings if base < step <= end}) < 2
+
+    def has_start(self, words: list[str]) -> bool:
+        """Return True if the steps from the start can be repeated.
+
+        Args:
+            words: More words of the command line that trains.
+        """
+        run = self.states[max(self.states)]["config"]["run"]
+        source = str(run.get("init_from"))
+        is_left_out = "://" in source and not any(
+            word.startswith("run.init_from=") for word in words
+        )
+        return run.get("resume") in ("auto", "never") and not is_left_out
 
     def expected(self, interval: Interval) -> dict[int, Hashes]:
         """Return the recorded hashes by step, of the interval and its base."""
@@ -111,21 +131,40 @@ def choose_interval(recorded: RecordedRun, steps: int, words: list[str]) -> Inte
         SnapshotError: There is no such interval. The message names the newest snapshots.
     """
     snapshots = sorted(recorded.states)
-    run = recorded.states[snapshots[-1]]["config"]["run"]
-    source = str(run.get("init_from"))
-    is_left_out = "://" in source and not any(word.startswith("run.init_from=") for word in words)
-    has_start = run.get("resume") in ("auto", "never") and not is_left_out
-    settings = {step: record.settings for step, record in recorded.ledger.items()}
-    for step, state in recorded.states.items():
-        settings[step] = digest_settings(state)
+    has_start = recorded.has_start(words)
     for target in reversed(snapshots):
         base = target - steps
-        if base in recorded.states or (base == 0 and has_start):
-            within = {settings[step] for step in settings if base < step <= target}
-            if len(within) == 1:
-                return Interval(base, target, recorded.states[target])
+        is_start = base == 0 and has_start
+        if (base in recorded.states or is_start) and recorded.have_same_settings(base, target):
+            return Interval(base, target, recorded.states[target])
     newest = ", ".join(map(str, snapshots[-SHOWN:]))
     raise SnapshotError(
         f"no snapshot is {steps} steps after another one, or after the start of the run, with the "
         f"same settings; set replay to the steps between two of them: {newest}"
     )
+
+
+def interval_before(recorded: RecordedRun, target: int, words: list[str]) -> Interval:
+    """Return the steps from the newest snapshot before a step, or from the start, to that step.
+
+    Args:
+        words: More words of the command line that trains.
+
+    Raises:
+        SnapshotError: No snapshot is early enough, or the settings have changed in between.
+    """
+    earlier = [step for step in recorded.states if step < target]
+    later = [step for step in recorded.states if step >= target]
+    base = max(earlier, default=0)
+    if not earlier and not recorded.has_start(words):
+        raise SnapshotError(
+            f"no snapshot is before step {target}, and the start of this run cannot be repeated; "
+            f"its first snapshot is of step {min(later)}"
+        )
+    end = min(later, default=target)
+    if not recorded.have_same_settings(base, end):
+        raise SnapshotError(
+            f"the settings of the run changed between steps {base} and {end}, so step {target} "
+            "cannot be repeated; choose a step after a snapshot"
+        )
+    return Interval(base, target, recorded.states[end if later else base])
