@@ -8,7 +8,6 @@ begin()
 
 from mingpt_ddp.cli.api import (  # noqa: E402
     LoadedRun,
-    StepView,
     at,
     history,
     load,
@@ -20,7 +19,6 @@ from mingpt_ddp.cli.api import (  # noqa: E402
 
 __all__ = [
     "LoadedRun",
-    "StepView",
     "at",
     "history",
     "load",

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-    from torch import Tensor, nn
+    from torch import nn
 
     from mingpt_ddp.config.job import Outcome
     from mingpt_ddp.data.tokenizers.tokenizer import Tokenizer
@@ -278,22 +277,6 @@ def load(
     return LoadedRun(model, tokenizer, snapshot.state["config"], snapshot.step)
 
 
-@dataclass(frozen=True)
-class StepView:
-    """A step of a run that was repeated. Sequences are in the order of their losses."""
-
-    step: int
-    loss: float  # mean loss of the step
-    grad_norm: float  # before clipping
-    layers: dict[str, float]  # gradient norm by layer
-    losses: Tensor  # loss of each sequence (B), highest first
-    tokens: Tensor  # (B, T + 1): inputs, and the target of the last one
-    sequences: list[dict[str, Any]]  # loss, text and sources of each sequence
-    verdict: str  # whether the step has the same bits as in the run
-    before: LoadedRun  # the model before the step
-    without: dict[str, Any] | None = None  # loss and norms without a sequence
-
-
 def at(
     run: str | os.PathLike[str],
     step: int | Literal["worst"],
@@ -301,41 +284,39 @@ def at(
     nproc: int | None = None,
     words: Iterable[str] = (),
     code: str | None = None,
-) -> StepView:
-    """Repeat a step of a run, as the command `at` does, in new processes.
+) -> dict[str, Any]:
+    """Repeat a step of a run as the command `at` does, in new processes.
 
     Args:
         run: Path or fsspec URL of a run directory, or of its directory of snapshots.
-        step: A number, or the step with the largest logged loss.
+        step: A number, or "worst" for the step with the largest logged loss.
         without: Number of a sequence to leave out when the step is rehearsed again, from 1.
         nproc: 1 to repeat on one rank. None for as many ranks as the run had.
-        words: More words of the command line that trains, as to name your own code.
+        words: More words of the command line that trains, to name your own code.
         code: Your Python file that registers the model, if it is not built in.
+
+    Returns:
+        What the command prints as JSON, with `losses` (B) and `tokens` (B, T + 1) as tensors in the
+        order of the losses. And `before`, the LoadedRun of the step before, or None at the first.
 
     Raises:
         UserError: The step cannot be repeated. The message is one line.
     """
     import torch
-    from safetensors.torch import load_file
 
     from mingpt_ddp.cli.at import look_at
     from mingpt_ddp.cli.replay import REPLAY_RUN_NAME, TEMPORARY
-    from mingpt_ddp.training.look import WEIGHTS_FILE
 
+    before = None
     with tempfile.TemporaryDirectory(prefix=TEMPORARY) as name:
-        directory = Path(name)
-        found = look_at(os.fspath(run), step, directory, without, nproc, [*words], True)
-        before = load(directory / REPLAY_RUN_NAME, code=code)
-        before.model.load_state_dict(load_file(directory / WEIGHTS_FILE))
-    sequences = found.pop("sequences")
-    losses = [math.nan if each["loss"] is None else each["loss"] for each in sequences]
-    return StepView(
-        losses=torch.tensor(losses),
-        tokens=torch.tensor([each.pop("tokens") for each in sequences]),
-        sequences=sequences,
-        before=replace(before, step=found["step"] - 1),
-        **found,
-    )
+        found = look_at(os.fspath(run), step, Path(name), without, nproc, [*words])
+        number = found["step"] - 1
+        if number:
+            is_recorded = found["repeated_from"] == number
+            before = load(run if is_recorded else Path(name, REPLAY_RUN_NAME), number, code=code)
+    for key, of_one in (("losses", "loss"), ("tokens", "tokens")):
+        found[key] = torch.tensor([sequence[of_one] for sequence in found["sequences"]])
+    return {**found, "before": before}
 
 
 def history(run: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -244,8 +244,9 @@ def changes(recorded: RecordedRun, interval: Interval, directory: Path) -> list[
             # Before the step that fixed the number of steps, the rate has not decayed.
             paced_at = state["train_state"].get("paced_at")
             values["optimizer.decay_from"] = paced_at or state["steps"]
-    if "dataset" not in state["config"]["data"]:  # a text
+    if "text" in state:
         values["data.verify"] = "always"
+        values["data.sha256"] = state["text"]["sha256"]
     if state["config"]["ddp"].get("strategy") == "single":
         values["ddp.strategy"] = "auto"
     return [*QUIET, *(f"{key}={hydra_value(value)}" for key, value in values.items())]

@@ -63,5 +63,7 @@ def run(config: AtConfig) -> int:
     if config.format == "text":
         print_look(found, config.without)
     else:
-        echo(json.dumps(found, allow_nan=False))
+        # A loss that is not finite becomes null.
+        strict = json.loads(json.dumps(found), parse_constant=lambda name: None)
+        echo(json.dumps(strict))
     return 0

@@ -1,7 +1,6 @@
 """Find the documents that tokens of a training text come from."""
 
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -54,8 +53,8 @@ def find_origins(
         end = int(np.searchsorted(table[:, 0], start + length))
         origins = []
         for token, file, document, byte in table[first:end].tolist():
-            edges = [*range(token, start, SUMMED), max(token, start)]
-            before = sum(int(sizes[tokens[a:b]].sum()) for a, b in pairwise(edges))
-            origins.append(Origin(entry.files[file], document, byte + before))
+            for begin in range(token, start, SUMMED):
+                byte += int(sizes[tokens[begin : min(start, begin + SUMMED)]].sum())
+            origins.append(Origin(entry.files[file], document, byte))
         windows.append(origins)
     return windows
