@@ -56,8 +56,6 @@ def look_at(
     logged = {} if "://" in url else _read_metrics(run_of(Path(url)))
     target = _choose_step(step, recorded, logged)
     interval = interval_before(recorded, target, words)
-    size = interval.state["config"]["trainer"].get("batch_size")
-    check(without is None or without <= size, f"without={without}: a step has {size} sequences")
     _announce(interval, logged)
     usual_ranks = choose_ranks(None, interval.state["environment"])
     has_fewer_ranks = ranks == 1 < usual_ranks

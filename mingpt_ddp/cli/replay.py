@@ -26,6 +26,7 @@ from mingpt_ddp.snapshots.hashes import Hashes, hash_snapshot
 from mingpt_ddp.snapshots.write.ledger import LEDGER, Ledger
 from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.storage.code_identity import describe_change, recorded_code
+from mingpt_ddp.tasks.recorded_text import recorded_text
 
 CONFIRMED = 0
 REFUTED = 1
@@ -244,9 +245,9 @@ def changes(recorded: RecordedRun, interval: Interval, directory: Path) -> list[
             # Before the step that fixed the number of steps, the rate has not decayed.
             paced_at = state["train_state"].get("paced_at")
             values["optimizer.decay_from"] = paced_at or state["steps"]
-    if "text" in state:
+    if text := recorded_text(state):
         values["data.verify"] = "always"
-        values["data.sha256"] = state["text"]["sha256"]
+        values["data.sha256"] = text.sha256
     if state["config"]["ddp"].get("strategy") == "single":
         values["ddp.strategy"] = "auto"
     return [*QUIET, *(f"{key}={hydra_value(value)}" for key, value in values.items())]

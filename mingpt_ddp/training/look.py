@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mingpt_ddp.config.validation import check
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch, TokenLoader
 from mingpt_ddp.data.text.origins import find_origins
 from mingpt_ddp.data.text.text_cache import TextCache
@@ -53,12 +54,14 @@ class Look:
     def __init__(self, train_step: TrainStep, request: LookRequest) -> None:
         """
         Raises:
-            ConfigError: The run has no sequences of a text.
+            ConfigError: The run has no sequences of a text, or too few.
         """
         task = train_step.task
         loader = train_step.loader
         if not isinstance(task, LanguageModel) or not isinstance(loader, TokenLoader):
             raise ConfigError(f"task.name={task.config.task.name} has no sequences of a text")
+        size = train_step.plan.batch_size
+        check((request.without or 1) <= size, f"without={request.without} must be at most {size}")
         self.train_step = train_step
         self.request = request
         self.task = task
