@@ -6,16 +6,8 @@ from mingpt_ddp.cli import begin
 
 begin()
 
-from mingpt_ddp.cli.api import (  # noqa: E402
-    LoadedRun,
-    at,
-    history,
-    load,
-    one_line_errors,
-    rows,
-    sweep,
-    train,
-)
+from mingpt_ddp.cli.api import LoadedRun, history, load, one_line_errors, rows, sweep, train  # noqa: E402
+from mingpt_ddp.cli.api_at import at  # noqa: E402
 
 __all__ = [
     "LoadedRun",
