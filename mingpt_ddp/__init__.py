@@ -7,5 +7,15 @@ from mingpt_ddp.cli import begin
 begin()
 
 from mingpt_ddp.cli.api import LoadedRun, history, load, one_line_errors, rows, sweep, train  # noqa: E402
+from mingpt_ddp.cli.api_at import at  # noqa: E402
 
-__all__ = ["LoadedRun", "history", "load", "one_line_errors", "rows", "sweep", "train"]
+__all__ = [
+    "LoadedRun",
+    "at",
+    "history",
+    "load",
+    "one_line_errors",
+    "rows",
+    "sweep",
+    "train",
+]

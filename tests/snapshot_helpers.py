@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from hydra import compose, initialize_config_dir
 
@@ -90,6 +91,25 @@ def mend_manifest(snapshot: Path, name: str) -> None:
     files = decode_manifest((snapshot / MANIFEST).read_bytes(), step)
     files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     (snapshot / MANIFEST).write_bytes(encode_manifest(step, files))
+
+
+def flip_bit(snapshot: Path, name: str = "model.safetensors", bit: int = 0) -> None:
+    """Flip a bit of a tensor, and mend the manifest."""
+    path = snapshot / name
+    tensors = safetensors.torch.load_file(path)
+    words = max(tensors.values(), key=torch.numel).view(torch.int32).flatten()
+    words[len(words) // 2] ^= 1 << bit
+    safetensors.torch.save_file(tensors, path)
+    mend_manifest(snapshot, name)
+
+
+def edit_state(snapshot: Path, **changes: dict[str, Any]) -> None:
+    """Change entries of state.json, and mend the manifest."""
+    state = json.loads((snapshot / STATE).read_text())
+    for key, values in changes.items():
+        state[key] |= values
+    (snapshot / STATE).write_text(json.dumps(state))
+    mend_manifest(snapshot, STATE)
 
 
 def small_snapshot(step: int) -> Snapshot:

@@ -13,6 +13,7 @@ COMMANDS = (
     "plan",
     "again",
     "replay",
+    "at",
     "versions",
 )
 

@@ -10,6 +10,7 @@ report       show a sweep, or any runs, as a table and a page
 plan         say what a configuration means, without training it
 again        train with the configuration that a run has recorded, and with changes
 replay       train some steps of a run again, and compare them with what it has recorded
+at           repeat a step of a run, and say which text it learnt from
 versions     train two versions of the code, and say which is better, faster, or the same
 
 `mingpt-ddp COMMAND --help` describes the keys of a command.

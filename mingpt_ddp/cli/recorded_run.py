@@ -1,5 +1,6 @@
 """Read the record of a run, and choose steps of it to repeat."""
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ class Interval:
     """The steps to repeat: those after `base`, up to `target`."""
 
     base: int  # step of a snapshot, or 0 for the start of the run
-    target: int  # step of a later snapshot
-    state: dict[str, Any]  # state.json of the target
+    target: int  # a later step; in a replay, that of a snapshot
+    state: dict[str, Any]  # state.json of the target, or of a snapshot trained with its settings
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,29 @@ class RecordedRun:
             SnapshotError: it is damaged.
         """
         return hash_snapshot(read_snapshot(self.store, step))
+
+    def have_same_settings(self, base: int, end: int) -> bool:
+        """Return True if the recorded steps after `base`, up to `end`, had the same settings."""
+        return len({self._settings[step] for step in self._settings if base < step <= end}) < 2
+
+    @functools.cached_property
+    def _settings(self) -> dict[int, str]:
+        """The digest of the settings of each recorded step."""
+        settings = {step: record.settings for step, record in self.ledger.items()}
+        return settings | {step: digest_settings(state) for step, state in self.states.items()}
+
+    def has_start(self, words: list[str]) -> bool:
+        """Return True if the steps from the start can be repeated.
+
+        Args:
+            words: More words of the command line that trains.
+        """
+        run = self.states[max(self.states)]["config"]["run"]
+        source = str(run.get("init_from"))
+        is_left_out = "://" in source and not any(
+            word.startswith("run.init_from=") for word in words
+        )
+        return run.get("resume") in ("auto", "never") and not is_left_out
 
     def expected(self, interval: Interval) -> dict[int, Hashes]:
         """Return the recorded hashes by step, of the interval and its base."""
@@ -111,21 +135,15 @@ def choose_interval(recorded: RecordedRun, steps: int, words: list[str]) -> Inte
         SnapshotError: There is no such interval. The message offers the newest ones that there are.
     """
     snapshots = sorted(recorded.states, reverse=True)
-    bases = [*snapshots, 0] if _has_start(recorded, words) else snapshots
-    settings = {step: record.settings for step, record in recorded.ledger.items()}
-    for step, state in recorded.states.items():
-        settings[step] = digest_settings(state)
-
-    def are_repeatable(base: int, target: int) -> bool:
-        return len({settings[step] for step in settings if base < step <= target}) == 1
-
+    bases = [*snapshots, 0] if recorded.has_start(words) else snapshots
     for target in snapshots:
-        if target - steps in bases and are_repeatable(target - steps, target):
-            return Interval(target - steps, target, recorded.states[target])
+        base = target - steps
+        if base in bases and recorded.have_same_settings(base, target):
+            return Interval(base, target, recorded.states[target])
     offers = dict[int, str]()  # by number of steps
     for target in snapshots[:SHOWN]:
         for base in bases:
-            if base < target and are_repeatable(base, target):
+            if base < target and recorded.have_same_settings(base, target):
                 offers.setdefault(target - base, f"steps={target - base} ({base + 1} to {target})")
     why = (
         f"no {counted(steps, 'step')} from a snapshot, or from the start of the run, to a snapshot"
@@ -136,9 +154,27 @@ def choose_interval(recorded: RecordedRun, steps: int, words: list[str]) -> Inte
     raise SnapshotError(f"{why} had the same settings; set {shown}")
 
 
-def _has_start(recorded: RecordedRun, words: list[str]) -> bool:
-    """Return True if a replay can begin at the start of the run, with the same weights."""
-    run = recorded.states[max(recorded.states)]["config"]["run"]
-    source = str(run.get("init_from"))
-    is_left_out = "://" in source and not any(word.startswith("run.init_from=") for word in words)
-    return run.get("resume") in ("auto", "never") and not is_left_out
+def interval_before(recorded: RecordedRun, target: int, words: list[str]) -> Interval:
+    """Return the steps from the newest snapshot before a step, or from the start, to that step.
+
+    Args:
+        words: More words of the command line that trains.
+
+    Raises:
+        SnapshotError: No snapshot is early enough, or the settings have changed in between.
+    """
+    earlier = [step for step in recorded.states if step < target]
+    later = [step for step in recorded.states if step >= target]
+    base = max(earlier, default=0)
+    if not earlier and not recorded.has_start(words):
+        raise SnapshotError(
+            f"no snapshot is before step {target}, and the start of this run cannot be repeated; "
+            f"its first snapshot is of step {min(later)}"
+        )
+    end = min(later, default=target)
+    if not recorded.have_same_settings(base, end):
+        raise SnapshotError(
+            f"the settings of the run changed between steps {base} and {end}, so step {target} "
+            "cannot be repeated; choose a step after a snapshot"
+        )
+    return Interval(base, target, recorded.states[end if later else base])

@@ -8,6 +8,7 @@ import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -26,11 +27,14 @@ from mingpt_ddp.snapshots.hashes import Hashes, hash_snapshot
 from mingpt_ddp.snapshots.write.ledger import LEDGER, Ledger
 from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.storage.code_identity import describe_change, recorded_code
+from mingpt_ddp.tasks.recorded_text import recorded_text
 
 CONFIRMED = 0
 REFUTED = 1
 UNDECIDED = 3  # these three are exit codes; 2 is an error
 REPLAY_RUN_NAME = "replay"
+TEMPORARY = "mingpt_ddp-replay-"  # prefix of the temporary directory
+NOTHING: Mapping[str, str] = MappingProxyType({})
 # Lines of a replay that are shown.
 SHOWN_LINES = re.compile(r"step \d+/|(\w+ )?error|warning", re.IGNORECASE)
 MAX_SAVES = 4  # snapshots that a replay saves for each hash to compare
@@ -75,25 +79,20 @@ def replay(url: str, steps: int, ranks: int | None, words: list[str]) -> int:
     interval = choose_interval(recorded, steps, words)
     environment = interval.state["environment"]
     ranks = choose_ranks(ranks, environment)
-    expected = recorded.expected(interval)
-    for step in (interval.base, interval.target):
-        if step in recorded.states:
-            content = recorded.content(step)
-            if difference := describe_difference(expected.setdefault(step, content), content):
-                echo(f"refuted: the snapshot of step {step} holds another {difference}")
-                return REFUTED
-    repeated, here = train_again(recorded, interval, ranks, words)
+    expected, damage = expected_hashes(recorded, interval)
+    if damage:
+        echo(f"refuted: {damage}")
+        return REFUTED
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY) as directory:
+        repeated, here = train_again(recorded, interval, ranks, words, Path(directory))
     if files := describe_change(recorded_code(interval.state), recorded_code(here)):
         echo_error(f"the code differs from that of step {interval.target}: {files}")
-    for step in sorted(expected.keys() & repeated.keys()):
-        # Leave out hooks: a replay does not evaluate, so their state may differ.
-        if difference := describe_difference(expected[step], repeated[step], WEIGHT_KINDS):
-            where = f"step {step}, repeated from step {interval.base}, gives another {difference}"
-            if reasons := find_reasons(interval, here):
-                echo(f"undecided: {where}; this proves nothing, because {'; '.join(reasons)}")
-                return UNDECIDED
-            echo(f"refuted: {where}")
-            return REFUTED
+    if where := find_other_hash(interval, expected, repeated):
+        if reasons := find_reasons(interval, here):
+            echo(f"undecided: {where}; this proves nothing, because {'; '.join(reasons)}")
+            return UNDECIDED
+        echo(f"refuted: {where}")
+        return REFUTED
     where = "" if recorded.ledger else f" of the snapshot; there is no {LEDGER}"
     echo(
         f"confirmed: steps {interval.base + 1} to {interval.target}, repeated with "
@@ -101,6 +100,28 @@ def replay(url: str, steps: int, ranks: int | None, words: list[str]) -> int:
         f"{', '.join(kind for kind in WEIGHT_KINDS if kind in repeated[interval.target])}{where}"
     )
     return CONFIRMED
+
+
+def expected_hashes(recorded: RecordedRun, interval: Interval) -> tuple[dict[int, Hashes], str]:
+    """Return the recorded hashes by step, and which snapshot has other ones, or ""."""
+    expected = recorded.expected(interval)
+    for step in (interval.base, interval.target):
+        if step in recorded.states:
+            content = recorded.content(step)
+            if difference := describe_difference(expected.setdefault(step, content), content):
+                return expected, f"the snapshot of step {step} holds another {difference}"
+    return expected, ""
+
+
+def find_other_hash(
+    interval: Interval, expected: Mapping[int, Hashes], repeated: Mapping[int, Hashes]
+) -> str:
+    """Describe the first repeated step with another hash than recorded, or return ""."""
+    for step in sorted(expected.keys() & repeated.keys()):
+        # Leave out hooks: a replay does not evaluate, so their state may differ.
+        if difference := describe_difference(expected[step], repeated[step], WEIGHT_KINDS):
+            return f"step {step}, repeated from step {interval.base}, gives another {difference}"
+    return ""
 
 
 class StepLines(io.TextIOBase):
@@ -155,25 +176,38 @@ def find_reasons(interval: Interval, here: Mapping[str, Any]) -> list[str]:
 
 
 def train_again(
-    recorded: RecordedRun, interval: Interval, ranks: int, words: list[str]
+    recorded: RecordedRun,
+    interval: Interval,
+    ranks: int,
+    words: list[str],
+    directory: Path,
+    variables: Mapping[str, str] = NOTHING,
 ) -> tuple[dict[int, Hashes], dict[str, Any]]:
-    """Train an interval in a temporary directory; return the hashes by step, and the last state.
+    """Train an interval in a directory; return the hashes by step, and the last state.
+
+    Args:
+        directory: An empty temporary directory.
+        variables: More environment variables of the training.
 
     Raises:
         UserError: the training failed.
     """
     threads = interval.state["environment"].get("threads")
+    write_config(directory / "recorded", interval.state["config"])
+    typed = [*changes(recorded, interval, directory), *words]
+    before = dict(os.environ)
     if type(threads) is int:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    with tempfile.TemporaryDirectory(prefix="mingpt_ddp-replay-") as name:
-        directory = Path(name)
-        write_config(directory / "recorded", interval.state["config"])
-        typed = [*changes(recorded, interval, directory), *words]
+    os.environ.update(variables)
+    try:
         with contextlib.redirect_stdout(StepLines()):
             train(["again", str(directory / "recorded"), *typed], ranks)
-        run = directory / REPLAY_RUN_NAME
-        hashes = {step: record.hashes for step, record in Ledger(run).read().items()}
-        snapshot = read_snapshot(SnapshotStore(f"{run}/snapshots"), interval.target)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    run = directory / REPLAY_RUN_NAME
+    hashes = {step: record.hashes for step, record in Ledger(run).read().items()}
+    snapshot = read_snapshot(SnapshotStore(f"{run}/snapshots"), interval.target)
     hashes[interval.target] = hash_snapshot(snapshot)
     return hashes, snapshot.state
 
@@ -214,8 +248,9 @@ def changes(recorded: RecordedRun, interval: Interval, directory: Path) -> list[
             # Before the step that fixed the number of steps, the rate has not decayed.
             paced_at = state["train_state"].get("paced_at")
             values["optimizer.decay_from"] = paced_at or state["steps"]
-    if "dataset" not in state["config"]["data"]:  # a text
+    if text := recorded_text(state):
         values["data.verify"] = "always"
+        values["data.sha256"] = text.sha256
     if state["config"]["ddp"].get("strategy") == "single":
         values["ddp.strategy"] = "auto"
     return [*QUIET, *(f"{key}={hydra_value(value)}" for key, value in values.items())]

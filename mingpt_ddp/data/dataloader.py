@@ -213,6 +213,12 @@ class TokenLoader:
             self._plan = (plan, rank)
         return self._steps[step - self._first_step]
 
+    def starts(self, step: int) -> Ints:
+        """Return where the windows of a step start in the training tokens, in batch order."""
+        epoch, number = divmod(step - 1, self.steps_per_epoch)
+        begin = number * self.batch_size
+        return self._window_starts(epoch, begin, begin + self.batch_size)
+
     def close(self) -> None:
         """Do nothing: the tokens are memory."""
 

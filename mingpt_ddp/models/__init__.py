@@ -172,6 +172,15 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
+@contextmanager
+def kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers, which forward passes in this context may change."""
+    before = [buffer.clone() for buffer in model.buffers()]
+    yield
+    for buffer, kept in zip(model.buffers(), before, strict=True):
+        buffer.copy_(kept)
+
+
 def count_parameters(model: nn.Module) -> int:
     """Return the number of trainable parameters."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -6,7 +6,9 @@ averages the gradients over the ranks.
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +26,8 @@ from mingpt_ddp.training.length import RunLength, known_length
 from mingpt_ddp.training.trainable import Trainable
 
 log = logging.getLogger(__name__)
+
+Measure: TypeAlias = Callable[[MicroBatch, Any], Outputs]  # takes a micro-batch and its tensors
 
 
 class TrainStep:
@@ -75,7 +79,7 @@ class TrainStep:
         """The steps of the whole run."""
         return self.length.steps
 
-    def passes(self, step: int) -> dict[str, Tensor]:
+    def passes(self, step: int, measure: Measure | None = None) -> dict[str, Tensor]:
         """Run forward and backward of this rank's micro-batches; average the gradients over ranks.
 
         Micro-batch j has the same random numbers on any rank. The gradients of the rank's
@@ -83,6 +87,7 @@ class TrainStep:
 
         Args:
             step: counts from 1.
+            measure: Takes the place of the task's loss. None to train.
 
         Returns:
             This rank's shares, by name: of the step's mean losses, `loss` and its parts, and of
@@ -97,7 +102,7 @@ class TrainStep:
         for micro in batch:
             with self.strategy.maybe_no_sync(self.parallel_model, last=micro.is_last):
                 with self.phase("forward", step):
-                    outputs = self.forward(step, micro)
+                    outputs = self.forward(step, micro, measure)
                 with self.phase("backward", step, waiting=micro.is_last):
                     loss = outputs.losses["loss"] * micro.scale
                     self.runtime.scaler.scale(loss).backward()
@@ -156,8 +161,11 @@ class TrainStep:
             return {}
         return outputs.shares(micro.loss_divisor, self.runtime.group.tensor_size)
 
-    def forward(self, step: int, micro: MicroBatch) -> Outputs:
+    def forward(self, step: int, micro: MicroBatch, measure: Measure | None = None) -> Outputs:
         """Return the mean losses of a micro-batch, and its metrics.
+
+        Args:
+            measure: Takes the place of the task's loss.
 
         Raises:
             CodeError: one of them cannot be averaged.
@@ -165,6 +173,8 @@ class TrainStep:
         seed_everything("dropout", self.task.config.run.seed, step, micro.index)
         with self.runtime.autocast():
             batch = self.runtime.to_device(micro.batch)
+            if measure is not None:
+                return measure(micro, batch)
             outputs = outputs_of(self.task.loss(self.parallel_model, batch), self.model)
         check_outputs(f"step {step}", outputs)
         return outputs

@@ -15,6 +15,7 @@ from mingpt_ddp.training.after_evaluation import Decision, Validation
 from mingpt_ddp.training.anomaly import MAX_CONSECUTIVE_SKIPS
 from mingpt_ddp.training.hooks.observers import Observers
 from mingpt_ddp.training.length import StepTimer
+from mingpt_ddp.training.look import requested_look
 from mingpt_ddp.training.memory import FIRST_STEPS, refuse_out_of_memory
 from mingpt_ddp.training.recorder import Recorder
 from mingpt_ddp.training.step_flags import StepFlags, send_flags
@@ -54,6 +55,7 @@ class Trainer:
         self.validation = validation
         self.anomaly = recorder.saves.anomaly
         self.observers = observers
+        self.look = requested_look(train_step)
         self.lr = 0.0  # of the latest step
         self._first_steps = range(self.state.step + 1, self.state.step + 1 + FIRST_STEPS)
         self.profiler = Profiler(
@@ -161,6 +163,7 @@ class Trainer:
             log.info("step %d is skipped after the rollback", step)
             receive_flags = self._send_flags(step, {"loss": torch.zeros(())})
             return receive_flags()
+        self.look(step)
         losses = self.train_step.passes(step)
         self.saves.wait_for_staging()  # the last snapshot may still copy the weights
         receive_flags = self._send_flags(step, losses)  # they travel while we clip

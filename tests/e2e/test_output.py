@@ -32,6 +32,7 @@ COMMANDS = {
     "list": ["mingpt_ddp", "snapshots", "list", RUN],
     "verify": ["mingpt_ddp", "snapshots", "verify", RUN],
     "replay": ["mingpt_ddp", "replay", RUN, "steps=4"],
+    "at": ["mingpt_ddp", "at", RUN, "step=6"],
     "prune": ["mingpt_ddp", "snapshots", "prune", RUN, "keep_last=9"],
     "export": ["mingpt_ddp", "snapshots", "export", RUN, "to=exported"],
     "report": ["mingpt_ddp", "report", RUN],

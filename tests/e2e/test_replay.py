@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
-import torch
 from launching import PATIENCE_S, TINY, WITH_DIGITS, call, committed, python_main, wait_for
 from runs import succeed, tool, write_files
-from snapshot_helpers import mend_manifest
+from snapshot_helpers import edit_state, flip_bit
 from user_code_page import page_files
 
-STATE, LEDGER = "state.json", "snapshots.jsonl"
+LEDGER = "snapshots.jsonl"
 SETTINGS = [
     *TINY,
     "trainer.max_steps=20",
@@ -56,25 +54,6 @@ def recorded(tmp_path_factory) -> Path:
 def copied(recorded, tmp_path) -> Path:
     shutil.copytree(recorded, tmp_path, dirs_exist_ok=True)
     return tmp_path
-
-
-def flip_bit(snapshot: Path, name: str = "model.safetensors", bit: int = 0) -> None:
-    """Flip a bit of a tensor, and mend the manifest."""
-    path = snapshot / name
-    tensors = safetensors.torch.load_file(path)
-    words = max(tensors.values(), key=torch.numel).view(torch.int32).flatten()
-    words[len(words) // 2] ^= 1 << bit
-    safetensors.torch.save_file(tensors, path)
-    mend_manifest(snapshot, name)
-
-
-def edit_state(snapshot: Path, **changes: dict[str, Any]) -> None:
-    """Change entries of state.json, and mend the manifest."""
-    state = json.loads((snapshot / STATE).read_text())
-    for key, values in changes.items():
-        state[key] |= values
-    (snapshot / STATE).write_text(json.dumps(state))
-    mend_manifest(snapshot, STATE)
 
 
 def ledger(run: Path) -> list[dict[str, Any]]:

@@ -33,6 +33,7 @@ from fuzz.values import (
 )
 from launching import WITH_DIGITS, WITH_TOY
 
+from mingpt_ddp.cli.commands.at import AtConfig
 from mingpt_ddp.cli.commands.evaluate import EvaluateConfig
 from mingpt_ddp.cli.commands.export import ExportConfig
 from mingpt_ddp.cli.commands.replay import ReplayConfig
@@ -84,6 +85,7 @@ COMMANDS: dict[str, tuple[type, str, list[str]]] = {  # the keys, what the first
     "snapshots prune": (PruneConfig, "run", ["keep_last=1"]),
     "snapshots export": (ExportConfig, "run", ["to=exported"]),
     "replay": (ReplayConfig, "run", ["steps=1000000"]),
+    "at": (AtConfig, "run", ["step=1000000"]),
     "report": (ReportConfig, "run", []),
 }
 Target = tuple[str, str]

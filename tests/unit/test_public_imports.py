@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # By module. A name here keeps its path: move the code behind it, never the name.
 PUBLIC = {
     "mingpt_ddp": (
-        "LoadedRun conf distributed history load loop one_line_errors parts registry rows "
+        "LoadedRun at conf distributed history load loop one_line_errors parts registry rows "
         "sweep train"
     ),
     "mingpt_ddp.data": "rng",

@@ -38,10 +38,16 @@ def run(config: ReplayConfig) -> int:
     """Repeat steps, and print whether they confirm the recorded hashes."""
     from mingpt_ddp.cli.replay import replay  # imports torch
 
+    return replay(config.url, config.steps, config.nproc_per_node, split_words(config.words))
+
+
+def split_words(text: str) -> list[str]:
+    """Return the words of a command line.
+
+    Raises:
+        ConfigError: A quotation is not closed.
+    """
     try:
-        words = shlex.split(config.words)
+        return shlex.split(text)
     except ValueError as error:
-        raise ConfigError(
-            f"words={config.words} cannot be read as a command line: {error}"
-        ) from error
-    return replay(config.url, config.steps, config.nproc_per_node, words)
+        raise ConfigError(f"words={text} cannot be read as a command line: {error}") from error

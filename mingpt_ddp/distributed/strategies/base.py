@@ -26,7 +26,7 @@ from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.step_clock import StepClock
 from mingpt_ddp.distributed.strategies.sync_batchnorm import check_batchnorm, synchronize
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.models import SupportsSeveralDevices, move_model
+from mingpt_ddp.models import SupportsSeveralDevices, kept_buffers, move_model
 from mingpt_ddp.models.dtensor import local_tensor
 from mingpt_ddp.optim.muon import DividesWork
 from mingpt_ddp.torch_internals import for_each
@@ -232,14 +232,12 @@ class Strategy:
         Args:
             forward: Computes the loss of a micro-batch.
         """
-        buffers = {name: buffer.clone() for name, buffer in parallel_model.named_buffers()}
-        for _ in range(self.warmup_passes):
-            self.group.barrier()
-            self.begin_step()
-            forward().backward()
-            parallel_model.zero_grad(set_to_none=True)
-        for name, buffer in parallel_model.named_buffers():
-            buffer.copy_(buffers[name])
+        with kept_buffers(parallel_model):
+            for _ in range(self.warmup_passes):
+                self.group.barrier()
+                self.begin_step()
+                forward().backward()
+                parallel_model.zero_grad(set_to_none=True)
 
     @property
     def metric_weight(self) -> float:

@@ -36,6 +36,7 @@ COMMANDS = {
     "plan": (["-m", "mingpt_ddp", "plan"], "hydra"),
     "snapshots": (["-m", "mingpt_ddp", "snapshots", "list", "RUN"], "fsspec"),
     "replay": (["-m", "mingpt_ddp", "replay", "RUN", "steps=1"], "pydantic"),
+    "at": (["-m", "mingpt_ddp", "at", "RUN", "step=1"], "pydantic"),
     "versions": (["-m", "mingpt_ddp", "versions", "HEAD", "HEAD"], "pydantic"),
     "again": (["-m", "mingpt_ddp", "again", "RUN"], "pydantic"),
     "another program": ([str(Path(sys.executable).with_name("mingpt-ddp")), "plan"], "hydra"),

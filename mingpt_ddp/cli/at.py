@@ -1,0 +1,172 @@
+"""Repeat a step of a run, to see which text it learnt from and whether it has the same bits."""
+
+import contextlib
+import json
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from mingpt_ddp.cli.recorded_run import Interval, RecordedRun, interval_before, run_of
+from mingpt_ddp.cli.replay import (
+    REPLAY_RUN_NAME,
+    choose_ranks,
+    expected_hashes,
+    find_other_hash,
+    find_reasons,
+    train_again,
+)
+from mingpt_ddp.config.validation import check
+from mingpt_ddp.errors import counted, duration, relative_path
+from mingpt_ddp.metrics.jsonl import METRICS, Record, read_history
+from mingpt_ddp.metrics.text_table import table_lines
+from mingpt_ddp.process.terminal import echo, echo_error
+from mingpt_ddp.training.look import LOOK, LookRequest
+
+# A loss that is not finite must not end the training before the step can be measured.
+MEASURED = ("trainer.log_every=1", "trainer.on_nonfinite=skip")
+ON_ONE_RANK = ("ddp.strategy=auto", "ddp.tensor_parallel=1", "ddp.comm_hook=none")
+SHOWN_CHARACTERS = 50  # of a sequence
+
+
+def look_at(
+    url: str,
+    step: int | Literal["worst"],
+    directory: Path,
+    without: int | None,
+    ranks: int | None,
+    words: list[str],
+) -> dict[str, Any]:
+    """Repeat a step, and return what was found there.
+
+    Args:
+        url: URL of the run or its snapshots, which are untrusted.
+        step: "worst" for the step with the largest logged loss.
+        directory: An empty temporary directory. It will have the repeated run, with a snapshot of
+            the step before if the run has none.
+        without: Number of a sequence to leave out when the step is rehearsed again.
+        ranks: 1 for one rank. None for as many as the run had.
+        words: More words of the command line that trains.
+
+    Raises:
+        UserError: The step cannot be repeated.
+    """
+    recorded = RecordedRun.read(url)
+    logged = {} if "://" in url else _read_metrics(run_of(Path(url)))
+    target = _choose_step(step, recorded, logged)
+    interval = interval_before(recorded, target, words)
+    _announce(interval, logged)
+    usual_ranks = choose_ranks(None, interval.state["environment"])
+    has_fewer_ranks = ranks == 1 < usual_ranks
+    if has_fewer_ranks:
+        words = [*ON_ONE_RANK, *words]
+    else:
+        ranks = choose_ranks(ranks, interval.state["environment"])
+    words = [*MEASURED, f"snapshot.keep_every={max(1, target - 1)}", *words]
+    result = directory / "look.json"
+    request = json.dumps(asdict(LookRequest(target, str(result), without)))
+    repeated, here = train_again(recorded, interval, ranks or 1, words, directory, {LOOK: request})
+    check(result.exists(), f"step={target}: the run has skipped this step after a rollback")
+    expected, difference = expected_hashes(recorded, interval)
+    difference = difference or find_other_hash(interval, expected, repeated)
+    norms = _norms(logged, interval)
+    others = norms - _norms(_read_metrics(directory / REPLAY_RUN_NAME), interval)
+    if others and not difference:
+        difference = "step {} had the gradient norm {}".format(*min(others))
+    hashes = expected.keys() & repeated.keys() - {interval.base}
+    verdict = "nothing of these steps is recorded, to compare with"
+    if has_fewer_ranks:
+        verdict = "not the same bits, within about 1e-6"
+    elif difference:
+        verdict = f"not the same bits as the run: {difference}"
+    elif hashes or norms:
+        compared = (
+            f"{counted(len(norms), 'gradient norm')}, hashes of {counted(len(hashes), 'step')}"
+        )
+        verdict = f"the same bits as the run (compared: {compared})"
+    return {
+        "step": target,
+        "repeated_from": interval.base,
+        "verdict": "; ".join([verdict, *find_reasons(interval, here)]),
+        **json.loads(result.read_text()),
+    }
+
+
+def _read_metrics(directory: Path) -> dict[int, Record]:
+    """Return the logged numbers of a run by step."""
+    with contextlib.suppress(OSError):
+        return read_history(directory / METRICS).by_step()
+    return {}
+
+
+def _norms(logged: Mapping[int, Record], interval: Interval) -> set[tuple[int, float]]:
+    """Return the logged steps of an interval, each with its gradient norm."""
+    steps = range(interval.base + 1, interval.target + 1)
+    return {(n, logged[n]["grad_norm"]) for n in steps if logged.get(n, {}).get("grad_norm")}
+
+
+def _choose_step(
+    step: int | Literal["worst"], recorded: RecordedRun, logged: Mapping[int, Record]
+) -> int:
+    """Return the number of the step.
+
+    Raises:
+        ConfigError: The run has no such step.
+    """
+    if step != "worst":
+        last = max([*recorded.states, *logged])
+        check(step <= last, f"step={step} is beyond the end of the run, which is at step {last}")
+        return step
+    losses = {n: row["train_loss"] for n, row in logged.items() if "train_loss" in row}
+    check(losses != {}, "step=worst needs the logged losses of a local run; name a step")
+    # None, which is no finite loss, is the worst.
+    worst = max(losses, key=lambda n: (losses[n] is None, losses[n] or 0.0))
+    first = max((n for n in losses if n < worst), default=0) + 1
+    if first < worst:
+        echo_error(
+            f"the largest logged loss is the mean of steps {first} to {worst}; this is the last "
+            "of them, and another one may be the worst"
+        )
+    return worst
+
+
+def _announce(interval: Interval, logged: Mapping[int, Record]) -> None:
+    """Print which steps are repeated, and how long that will take."""
+    steps = interval.target - interval.base
+    start = f"the snapshot of step {interval.base}"
+    if interval.base == 0:
+        start = "the start, because no snapshot is earlier (snapshot.keep_every keeps more)"
+    times = [row["step_ms"] for row in logged.values() if row.get("step_ms")]
+    time = f", about {duration(steps * statistics.median(times) / 1e3)}" if times else ""
+    echo_error(f"repeating {counted(steps, 'step')} from {start}{time}")
+
+
+def print_look(found: dict[str, Any], without: int | None) -> None:
+    """Print what `look_at` has found."""
+    rows = []
+    for number, sequence in enumerate(found["sequences"], start=1):
+        text = repr(sequence["text"][:SHOWN_CHARACTERS])
+        rows.append([f"{number}.", f"{sequence['loss']:.4f}", _source(sequence["sources"]), text])
+    steps = {f"step {found['step']}": found}
+    if without is not None:
+        steps[f"without sequence {without}"] = found["without"]
+    table = [["", *steps]]
+    for key in ("loss", "grad_norm"):
+        table.append(
+            [key.replace("grad_", "gradient "), *(f"{s[key]:.4f}" for s in steps.values())]
+        )
+    for layer in found["layers"]:
+        table.append([f"  {layer}", *(f"{s['layers'][layer]:.4f}" for s in steps.values())])
+    lines = [*table_lines(rows, left=(2, 3)), *table_lines(table, left=(0,)), found["verdict"]]
+    echo("\n".join(lines))
+
+
+def _source(origins: list[dict[str, Any]]) -> str:
+    """Return the place where a sequence begins, and the document in which it ends."""
+    names = []
+    for origin in (origins[0], origins[-1]):
+        document = f":{origin['document']}" if origin["document"] else ""
+        names.append(f"{relative_path(Path(origin['file']))}{document}")
+    begin = f"{names[0]} byte {origins[0]['byte']}"
+    return begin if len(origins) == 1 else f"{begin} to {names[1]}"

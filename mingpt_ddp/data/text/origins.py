@@ -1,0 +1,60 @@
+"""Find the documents that tokens of a training text come from."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mingpt_ddp.data.dataset import EncodedText
+from mingpt_ddp.data.rng import Ints
+from mingpt_ddp.data.text.encode import SOURCES
+from mingpt_ddp.data.text.text_cache import TextCache
+from mingpt_ddp.data.tokenizers.tokenizer import tokenizer_from_state
+from mingpt_ddp.data.tokens.token_files import cut
+from mingpt_ddp.errors import DataError
+
+SUMMED = 1 << 20  # tokens whose sizes are added up together
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A place in a document of the training text."""
+
+    file: str
+    document: int  # line, row or object of the file; 0 if the file is the document
+    byte: int  # offset in the document in UTF-8, or in a file of tokens
+
+
+def find_origins(
+    text: EncodedText, cache: TextCache, starts: Ints, length: int
+) -> list[list[Origin]]:
+    """Return the origins of windows of the training tokens: one for each document in a window.
+
+    Args:
+        starts: First token of each window.
+        length: Number of tokens in a window.
+
+    Raises:
+        DataError: The cache has lost the text since it was opened.
+    """
+    if text.files:
+        parts = [cut(text.files, start, start + length) for start in starts.tolist()]
+        return [[Origin(part.path, 0, part.offset) for part in window] for window in parts]
+    directory = Path(text.directory)
+    entry = cache.find(directory)
+    if entry is None:
+        raise DataError(f"the encoded text in {directory} has been deleted; run again")
+    table = np.fromfile(directory / SOURCES, np.int64).reshape(-1, 4)
+    tokens = text.memmap()
+    sizes = tokenizer_from_state(text.tokenizer).token_sizes
+    windows = []
+    for start in starts.tolist():
+        first = int(np.searchsorted(table[:, 0], start, side="right")) - 1
+        end = int(np.searchsorted(table[:, 0], start + length))
+        origins = []
+        for token, file, document, byte in table[first:end].tolist():
+            for begin in range(token, start, SUMMED):
+                byte += int(sizes[tokens[begin : min(start, begin + SUMMED)]].sum())
+            origins.append(Origin(entry.files[file], document, byte))
+        windows.append(origins)
+    return windows
