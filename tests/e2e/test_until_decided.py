@@ -173,3 +173,13 @@ def test_versions_stop_when_one_is_worse_or_has_the_same_bits(tmp_path):
     assert 10 <= trained() - 6 < 20
     few = call(tool("versions", "HEAD", ".", *words, "run.seed=1,2,3"), project, separate=True)
     assert few.returncode == 2 and "give 5 or more" in few.stderr
+
+
+@pytest.mark.integration
+def test_an_external_launcher_gets_one_seed_of_all_settings_at_a_time(tmp_path):
+    launcher = ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=10"]
+    succeed([*python_main(), "-m", *SWEEP, *launcher], tmp_path)
+    sweep = tmp_path / "outputs" / "lr"
+    n = len(decided(sweep)["optimizer.lr=1e-07"])
+    assert 5 <= n < len(SEEDS)
+    assert seeds_of(sweep, "0.01") == seeds_of(sweep, "1e-07") == [*SEEDS][:n]
