@@ -25,7 +25,7 @@ from mingpt_ddp.registry import acts
 
 # The layer of a parameter: blocks.0 of blocks.0.up.weight, head of head.weight.
 LAYER = re.compile(r"(.*?\.)?\d+(?=\.)|[^.]+")
-DECAY = 0.95  # of the moving averages; their ratio is the noise scale
+DECAY = 0.95  # of the moving averages
 
 
 def squared_norms(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -43,14 +43,15 @@ class NoiseScale:
     """Compare the gradients of micro-batches with their mean, the gradient of the whole batch."""
 
     def __init__(self) -> None:
-        self.averages: dict[str, Tensor] = {}  # of trace and squared norm (2), by metric
+        # Moving averages (2) of the trace and of the squared norm, by metric.
+        self.averages: dict[str, Tensor] = {}
 
     def micro_batch(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         return squared_norms(gradients)
 
     def __call__(
         self, step: int, gradients: dict[str, Tensor], micro_batches: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, tuple[Tensor, Tensor]]:
         for metric, of_mean in squared_norms(gradients).items():
             n = len(micro_batches[metric])
             if n > 1:
@@ -59,7 +60,8 @@ class NoiseScale:
                 latest = torch.stack([trace, (n * of_mean - of_one) / (n - 1)])
                 average = self.averages.get(metric, latest)
                 self.averages[metric] = DECAY * average + (1 - DECAY) * latest
-        return {metric: trace / square for metric, (trace, square) in self.averages.items()}
+        # Each is a sum and a count: logged is their ratio, over the steps since the last log line.
+        return {metric: (trace, square) for metric, (trace, square) in self.averages.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
         return self.averages

@@ -48,20 +48,37 @@ class Compared:
         """There is nothing to load."""
 
 
-def train(configs: list[dict[str, Any]]) -> list[tuple[float, str]]:
-    """Train each run without and with the hook.
+def clip(step: int, gradients: dict[str, Tensor]) -> None:
+    """Change whole gradients, or this rank's rows of them."""
+    for gradient in gradients.values():
+        gradient.clamp_(-1e-3, 1e-3)
 
-    Return the largest difference of the hook, and a hash of all tensors but the hook's, of each.
+
+class Clipping(Compared):
+    """Change whole gradients, of which a rank may hold only some rows."""
+
+    def __call__(self, step: int, gradients: dict[str, Tensor], micro_batches: Any) -> None:
+        super().__call__(step, gradients, micro_batches)
+        clip(step, gradients)
+
+
+HOOKS = {"measured": Compared, "clip": clip, "clipping": Clipping}  # by the end of the run's name
+
+
+def train(configs: list[dict[str, Any]]) -> list[tuple[float, str]]:
+    """Train each run with the hook of its name, or without one.
+
+    Return the largest difference that a hook has found, and a hash of all tensors but the hook's.
     """
     compiling.BACKEND = "aot_eager"  # as inductor, but generates no code
     results = []
     for job, values in enumerate(configs):
         torch.compiler.reset()
-        is_measured = values["run"]["name"].endswith("measured")
+        hook = HOOKS.get(values["run"]["name"].rpartition("_")[2])
         Compared.differences.clear()
         BUILDERS["action"].clear()
-        if is_measured:
-            BUILDERS["action"]["gradients mine.Compared"] = Compared
+        if hook is not None:
+            BUILDERS["action"]["gradients mine.hook"] = hook
         config = from_mapping(values)
         runtime = Runtime(config, read_env(), job)
         train_run(Job(config), runtime)
@@ -72,7 +89,7 @@ def train(configs: list[dict[str, Any]]) -> list[tuple[float, str]]:
         for path in sorted(snapshot.glob("*.safetensors")):
             if not path.name.startswith("hooks"):
                 digest.update(path.read_bytes())
-        assert bool(Compared.differences) == is_measured
+        assert bool(Compared.differences) == isinstance(hook, type)
         results.append((max(Compared.differences, default=0.0), digest.hexdigest()))
     return results
 
@@ -91,6 +108,14 @@ WAYS = {
 }
 
 
+def configs_of(directory: Path, runs: dict[str, list[str]]) -> list[dict[str, Any]]:
+    """Return the configurations of short runs, by name."""
+    small = [f"run.root={directory}", f"data.cache_dir={directory / 'cache'}", "model.n_layer=1"]
+    small += ["trainer.batch_size=10", "trainer.micro_batch_size=2", f"trainer.max_steps={STEPS}"]
+    small += ["trainer.eval_every=null", "trainer.sample_every=null", "model.dropout=0.1"]
+    return [configure(*TINY, *small, f"run.name={n}", *words) for n, words in runs.items()]
+
+
 @pytest.mark.parametrize(
     ("ranks", "ways"),
     [
@@ -100,17 +125,19 @@ WAYS = {
     ],
 )
 def test_the_run_keeps_its_bits_and_the_mean_is_the_averaged_gradient(ranks, ways, tmp_path):
-    configs = []
-    for way in ways:
-        for name in (way, f"{way}_measured"):
-            paths = [f"run.root={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}"]
-            size = ["model.n_layer=1", "trainer.batch_size=10", "trainer.micro_batch_size=2"]
-            limits = [f"trainer.max_steps={STEPS}", "trainer.eval_every=null"]
-            words = [*TINY, *paths, *size, *limits, f"run.name={name}", *WAYS[way][0]]
-            configs.append(configure(*words, "trainer.sample_every=null", "model.dropout=0.1"))
+    names = {name: WAYS[way][0] for way in ways for name in (way, f"{way}_measured")}
+    configs = configs_of(tmp_path, names)
     results = run_ranks(ranks, train, tmp_path / "ranks", configs=configs)
     for i, way in enumerate(ways):
         for rank in range(ranks):
             (_, plain), (difference, measured) = results[rank][2 * i : 2 * i + 2]
             assert measured == plain, way
             assert difference < WAYS[way][1], way
+
+
+def test_changes_of_whole_gradients_reach_the_rows_of_each_rank(tmp_path):
+    fsdp = ["ddp.strategy=fsdp"]
+    configs = configs_of(tmp_path, {"plain": fsdp, "by_clip": fsdp, "by_clipping": fsdp})
+    for result in run_ranks(2, train, tmp_path / "ranks", configs=configs):
+        plain, by_function, by_class = (digest for _, digest in result)
+        assert by_class == by_function != plain

@@ -388,8 +388,7 @@ class Actions:
         returned = self._run(action, action.hook, (step,), step, whole, micro_batches)
         for name, own in gradients.items():
             if is_dtensor(own):
-                rows = partial(rows_of, whole[name])
-                own.copy_(self.runtime.strategy.assemble(own, rows))
+                own.copy_(self.runtime.strategy.assemble(own, partial(_rows, whole[name])))
         return returned
 
     def _run(
@@ -416,7 +415,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def rows_of(tensor: Tensor, begin: int, end: int) -> Tensor:
+def _rows(tensor: Tensor, begin: int, end: int) -> Tensor:
     return tensor[begin:end]
 
 
