@@ -35,7 +35,7 @@ def run_script(job: Job, env: DistEnv, records: Records, started_at: float) -> O
         outcome = Path(scratch, "outcome.json")
         caller = Caller(os.getpid(), outcome=str(outcome), job=str(file))
         words: list[str] = load_yaml(job.hydra_files["overrides.yaml"])
-        words = [word for word in words if not word.startswith("run.name=")]
+        words = [word for word in words if not word.startswith(("run.name=", "sweep"))]
         words.append(f"run.name={job.config.run.name}")
         with subprocess.Popen(
             [sys.executable, *launcher, sys.argv[0], *words],
