@@ -87,9 +87,9 @@ def test_bad_arguments_of_the_other_commands(command: list[str], tmp_path: Path)
     [
         ("", "step"),
         ("step=0", "step=0"),
-        ("step=best", "step=best"),
+        ("step=best", "step='best'"),
         ("step=1 without=0", "without=0"),
-        ("step=1 format=xml", "format=xml"),
+        ("step=1 format=xml", "format='xml'"),
         ("step=1 stop=2", "stop"),
     ],
 )
