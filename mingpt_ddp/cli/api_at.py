@@ -40,6 +40,7 @@ def at(
 
     from mingpt_ddp.cli.at import look_at
     from mingpt_ddp.cli.replay import REPLAY_RUN_NAME, TEMPORARY
+    from mingpt_ddp.snapshots.read.load import load as read_snapshot
 
     before = None
     with tempfile.TemporaryDirectory(prefix=TEMPORARY) as name:
@@ -47,7 +48,10 @@ def at(
         number = found["step"] - 1
         if number:
             is_recorded = found["repeated_from"] == number
-            before = load(run if is_recorded else Path(name, REPLAY_RUN_NAME), number, code=code)
+            url = os.fspath(run) if is_recorded else f"{name}/{REPLAY_RUN_NAME}"
+            before = load(url, number, code=code)
+            # The step has trained the weights themselves, not their average.
+            before.model.load_state_dict(read_snapshot(url, step=number).model)
     for key, of_one in (("losses", "loss"), ("tokens", "tokens")):
         found[key] = torch.tensor([sequence[of_one] for sequence in found["sequences"]])
     return {**found, "before": before}

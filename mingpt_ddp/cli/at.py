@@ -18,7 +18,7 @@ from mingpt_ddp.cli.replay import (
     train_again,
 )
 from mingpt_ddp.config.validation import check
-from mingpt_ddp.errors import counted, duration, relative_path
+from mingpt_ddp.errors import TrainingError, counted, duration, relative_path
 from mingpt_ddp.metrics.jsonl import METRICS, Record, read_history
 from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.process.terminal import echo, echo_error
@@ -66,7 +66,15 @@ def look_at(
     words = [*MEASURED, f"snapshot.keep_every={max(1, target - 1)}", *words]
     result = directory / "look.json"
     request = json.dumps(asdict(LookRequest(target, str(result), without)))
-    repeated, here = train_again(recorded, interval, ranks or 1, words, directory, {LOOK: request})
+    try:
+        repeated, here = train_again(
+            recorded, interval, ranks or 1, words, directory, {LOOK: request}
+        )
+    except TrainingError:
+        if not result.exists():
+            raise
+        # The validation loss after the step is not finite: there is no snapshot to compare.
+        repeated, here = {}, interval.state
     check(result.exists(), f"step={target}: the run has skipped this step after a rollback")
     expected, difference = expected_hashes(recorded, interval)
     difference = difference or find_other_hash(interval, expected, repeated)

@@ -8,7 +8,6 @@ import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -34,7 +33,6 @@ REFUTED = 1
 UNDECIDED = 3  # these three are exit codes; 2 is an error
 REPLAY_RUN_NAME = "replay"
 TEMPORARY = "mingpt_ddp-replay-"  # prefix of the temporary directory
-NOTHING: Mapping[str, str] = MappingProxyType({})
 # Lines of a replay that are shown.
 SHOWN_LINES = re.compile(r"step \d+/|(\w+ )?error|warning", re.IGNORECASE)
 MAX_SAVES = 4  # snapshots that a replay saves for each hash to compare
@@ -84,7 +82,7 @@ def replay(url: str, steps: int, ranks: int | None, words: list[str]) -> int:
         echo(f"refuted: {damage}")
         return REFUTED
     with tempfile.TemporaryDirectory(prefix=TEMPORARY) as directory:
-        repeated, here = train_again(recorded, interval, ranks, words, Path(directory))
+        repeated, here = train_again(recorded, interval, ranks, words, Path(directory), {})
     if files := describe_change(recorded_code(interval.state), recorded_code(here)):
         echo_error(f"the code differs from that of step {interval.target}: {files}")
     if where := find_other_hash(interval, expected, repeated):
@@ -181,7 +179,7 @@ def train_again(
     ranks: int,
     words: list[str],
     directory: Path,
-    variables: Mapping[str, str] = NOTHING,
+    variables: Mapping[str, str],
 ) -> tuple[dict[int, Hashes], dict[str, Any]]:
     """Train an interval in a directory; return the hashes by step, and the last state.
 

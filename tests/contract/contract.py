@@ -27,6 +27,7 @@ MAIN = [sys.executable, str(ROOT / "main.py")]
 SAMPLE = [sys.executable, str(ROOT / "sample.py")]
 SNAPSHOTS = [sys.executable, "-m", "mingpt_ddp", "snapshots"]
 REPORT = [sys.executable, "-m", "mingpt_ddp", "report"]
+AT = [sys.executable, "-m", "mingpt_ddp", "at"]
 
 TIMEOUT_S = 300  # of one command; a few seconds are normal
 STEPS = 80

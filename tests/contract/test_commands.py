@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from .contract import (
+    AT,
     MAIN,
     REPORT,
     SAMPLE,
@@ -70,7 +71,7 @@ def test_bad_input_under_torchrun(text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [SAMPLE, SNAPSHOTS, REPORT], ids=["sample.py", "snapshots", "report"]
+    "command", [SAMPLE, SNAPSHOTS, REPORT, [*AT, "step=1"]], ids=["sample.py", "snapshots", "report", "at"]
 )
 def test_bad_arguments_of_the_other_commands(command: list[str], tmp_path: Path) -> None:
     verb = ["list"] if command is SNAPSHOTS else []
@@ -82,9 +83,26 @@ def test_bad_arguments_of_the_other_commands(command: list[str], tmp_path: Path)
 
 
 @pytest.mark.parametrize(
+    "words, named",
+    [
+        ("", "step"),
+        ("step=0", "step=0"),
+        ("step=best", "step='best'"),
+        ("step=1 without=0", "without=0"),
+        ("step=1 format=xml", "format='xml'"),
+        ("step=1 stop=2", "stop"),
+    ],
+)
+def test_bad_keys_of_at(words: str, named: str, tmp_path: Path) -> None:
+    done = call([*AT, "outputs/run", *words.split()], tmp_path)
+    assert done.returncode == 2, done.stdout
+    assert named in one_error_line(done.stdout)
+
+
+@pytest.mark.parametrize(
     "command",
-    [MAIN, SAMPLE, SNAPSHOTS, REPORT],
-    ids=["main.py", "sample.py", "snapshots", "report"],
+    [MAIN, SAMPLE, SNAPSHOTS, REPORT, AT],
+    ids=["main.py", "sample.py", "snapshots", "report", "at"],
 )
 def test_help(command: list[str], tmp_path: Path) -> None:
     assert len(succeed([*command, "--help"], tmp_path).splitlines()) > 3

@@ -93,7 +93,7 @@ def steps_of(run: Path, documents: list[int]) -> dict[int, int]:
     task = build_task(config, runtime.group)
     loader = task.train_loader(runtime.device)
     steps = {}
-    for step in range(100, 400):
+    for step in range(60, 440):
         length = config.data.block_size + 1
         starts = loader.starts(step)
         for origins in find_origins(task.text, TextCache(config.data), starts, length):
@@ -109,10 +109,15 @@ def test_a_corrupted_document_is_the_first_line(tmp_path):
     plant(tmp_path / "documents.jsonl", corrupted)
     words = [
         *("model=gpt_nano", "model.n_layer=1", "model.n_embd=24", "trainer.precision=fp32"),
-        *("data.path=documents.jsonl", "data.column=text", "data.end_token=true"),
+        *(f"data.path={tmp_path}/documents.jsonl", "data.column=text", "data.end_token=true"),
         *("data.block_size=128", "trainer.batch_size=16", "trainer.max_epochs=null"),
-        *("trainer.max_steps=400", "trainer.eval_every=null", "trainer.log_every=1"),
-        *("snapshot.keep_every=20", "optimizer.lr=3e-3", "run.name=run"),
+        *("trainer.max_steps=440", "trainer.eval_every=null", "trainer.log_every=1"),
+        *(
+            "snapshot.keep_every=20",
+            "optimizer.lr=3e-3",
+            "optimizer.warmup_steps=10",
+            "run.name=run",
+        ),
     ]
     succeed([*python_main(), *words], tmp_path)
     steps = steps_of(tmp_path / "outputs" / "run", corrupted)
@@ -121,7 +126,7 @@ def test_a_corrupted_document_is_the_first_line(tmp_path):
         done = call(tool("at", "outputs/run", f"step={step}"), tmp_path, separate=True)
         first, second, *_, verdict = done.stdout.splitlines()
         assert re.match(rf" ?1\.  \d\.\d+  documents\.jsonl:{document} byte \d+ ", first), first
-        assert float(first.split()[1]) > 1.2 * float(second.split()[1])
+        assert float(first.split()[1]) > 1.1 * float(second.split()[1])
         assert verdict.startswith("the same bits as the run (compared: "), verdict
 
 
@@ -134,7 +139,7 @@ def test_a_corrupted_document_is_the_first_line(tmp_path):
         ([*ALL, "ddp.reduction=canonical"], 2),
         ([*ALL, "ddp.strategy=zero1"], 2),
         ([*ALL, "ddp.strategy=fsdp"], 2),
-        ([*ALL, "ddp.strategy=fsdp"], 3),
+        (["trainer.micro_batch_size=4", "ddp.strategy=fsdp"], 2),  # a rank repeats a micro-batch
         (["task.label_smoothing=0.1", "optimizer=muon"], 2),
     ],
 )
@@ -206,7 +211,7 @@ def test_an_interval_of_the_log_is_named(tmp_path):
 
 def test_a_step_whose_loss_is_not_finite_is_looked_at(tmp_path):
     """The run has stopped at it."""
-    words = [*STEPS, "optimizer.lr=1e20", "optimizer.warmup_steps=0", "trainer.grad_norm_clip=null"]
+    words = [*STEPS, "optimizer.lr=1e20", "optimizer.warmup_steps=0", "snapshot.every_steps=1"]
     assert call([*python_main(), *words], tmp_path).returncode == 2
     rows = read_history(tmp_path / "outputs/run").rows
     [worst] = [row["step"] for row in rows if row.get("train_loss", 0) is None]
@@ -215,6 +220,7 @@ def test_a_step_whose_loss_is_not_finite_is_looked_at(tmp_path):
 
 
 def test_what_cannot_be_repeated_is_refused(tmp_path):
+    (tmp_path / "text.txt").write_text("a text of some length\n" * 200)
     run = train(tmp_path, "data.path=text.txt", "data.truncate=1")
     assert "step=11 is beyond the end of the run, which is at step 10" in refused(
         tmp_path, "step=11"
