@@ -145,7 +145,7 @@ def _announce(interval: Interval, logged: Mapping[int, Record]) -> None:
     start = f"the snapshot of step {interval.base}"
     if interval.base == 0:
         start = "the start, because no snapshot is earlier (snapshot.keep_every keeps more)"
-    times = [row["step_ms"] for row in logged.values() if row.get("step_ms")]
+    times = [row["step_ms"] for row in logged.values() if (row.get("step_ms") or 0) > 0]
     time = f", about {duration(steps * statistics.median(times) / 1e3)}" if times else ""
     echo_error(f"repeating {counted(steps, 'step')} from {start}{time}")
 
