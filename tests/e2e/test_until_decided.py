@@ -171,6 +171,8 @@ def test_versions_stop_when_one_is_worse_or_has_the_same_bits(tmp_path):
     assert worse.returncode == 0, worse.stdout + worse.stderr
     assert re.search(r"HEAD is better than \. by .*sequential test after \d+ paired", worse.stdout)
     assert 10 <= trained() - 6 < 20
+    diverged = call(tool("versions", "HEAD", ".", *words, "optimizer.lr=1e30"), project, **env)
+    assert diverged.returncode == 2 and "not decided: seed 1 of HEAD diverged" in diverged.stdout
     few = call(tool("versions", "HEAD", ".", *words, "run.seed=1,2,3"), project, separate=True)
     assert few.returncode == 2 and "give 5 or more" in few.stderr
 

@@ -192,6 +192,9 @@ def _train(jobs: dict[str, list[VersionRun]], comparison: SequentialComparison |
             except UserError:
                 if comparison is None or not _has_diverged(job):
                     raise
+                if i == 0 and label == comparison.record.reference:
+                    seed = comparison.record.seeds[0]
+                    raise RunError(f"not decided: seed {seed} of {label} diverged") from None
                 stopped.add(label)
                 continue
             _check_code(job)
