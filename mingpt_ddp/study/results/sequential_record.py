@@ -10,7 +10,7 @@ from typing import Any
 
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.storage.sweep_file import SweepFile, recorded_until_decided
-from mingpt_ddp.storage.yaml_and_json import finite
+from mingpt_ddp.study.results.runs import number
 from mingpt_ddp.study.results.stats.sequential import Decision, Pair, SequentialTest
 
 log = logging.getLogger(__name__)
@@ -27,6 +27,8 @@ class SequentialRecord:
     # Names of the run directories that count, by label and seed.
     runs: dict[str, dict[str, str]] = field(default_factory=dict)
     decided: dict[str, list[Pair]] = field(default_factory=dict)  # pairs that decided, by label
+    # JSON values by key that the results of all settings depend on.
+    fixed: dict[str, Any] = field(default_factory=dict)
 
     @property
     def reference(self) -> str:
@@ -71,6 +73,8 @@ def read_sequential(directory: Path) -> SequentialRecord | None:
     values = recorded_until_decided(directory)
     try:
         settings = [*map(str, values["settings"])]
+        if len(settings) < 2:
+            return None
         decided = {
             str(label): [Pair(_number(a), _number(b)) for a, b in pairs]
             for label, pairs in values["decided"].items()
@@ -83,18 +87,20 @@ def read_sequential(directory: Path) -> SequentialRecord | None:
             {
                 str(label): {str(seed): str(name) for seed, name in names.items()}
                 for label, names in values["runs"].items()
+                if label in settings
             },
             {label: pairs for label, pairs in decided.items() if label in settings[1:]},
+            dict(values.get("fixed", {})),
         )
     except (LookupError, TypeError, ValueError, AttributeError):
         return None
 
 
 def _number(value: Any) -> float:
-    number = finite(value)
-    if number is None:
+    found = number(value)
+    if found is None:
         raise ValueError
-    return number
+    return found
 
 
 class SequentialComparison:
@@ -128,6 +134,8 @@ class SequentialComparison:
         Args:
             failed: Labels of settings of which a job has failed.
         """
+        costs = self._costs.items()  # one that is infinite or missing ends its comparison
+        failed = {*failed, *(each for each, c in costs if math.inf in map(abs, c.values()))}
         open_ones = [
             each
             for each in self.record.settings[1:]
@@ -199,16 +207,20 @@ def _check_rule(directory: Path, before: SequentialRecord, now: SequentialRecord
     Raises:
         ConfigError: It names the difference.
     """
-    advice = "restore that, or choose another run.name"
-    for name in ("settings", "metric", "care"):
-        then, new = getattr(before, name), getattr(now, name)
-        check(
-            then == new,
-            f"{directory} was begun with until=decided and {name} {then}, now {new}; {advice}",
-        )
     shorter = min(len(before.seeds), len(now.seeds))
     check(
         before.seeds[:shorter] == now.seeds[:shorter],
         f"{directory} was begun with until=decided and seeds {', '.join(before.seeds)} in this "
         "order; add seeds at the end only",
     )
+    advice = "restore that, or choose another run.name"
+    rules = [
+        {"settings": each.settings, "metric": each.metric, "care": each.care, **each.fixed}
+        for each in (before, now)
+    ]
+    for name in rules[0] | rules[1]:
+        then, new = (rule.get(name) for rule in rules)
+        check(
+            then == new,
+            f"{directory} was begun with until=decided and {name} {then}, now {new}; {advice}",
+        )

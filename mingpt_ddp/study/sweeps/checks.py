@@ -1,6 +1,7 @@
 """The checks of a sweep before its first job: Hydra's settings, the overrides, the values."""
 
 import itertools
+import random
 from collections.abc import Iterator, Sequence
 
 from hydra import compose
@@ -180,6 +181,7 @@ def expand(override: Override) -> list[str]:
     """
     if not override.is_sweep_override():
         return [str(override.input_line)]
+    random.seed(0)  # shuffle() must give the same order each time, on every rank and at every start
     value = override.value()
     key = override.get_key_element()
     if isinstance(value, IntervalSweep):

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -52,8 +51,6 @@ def start_sweep(config: DictConfig, env: DistEnv) -> Sweep:
     Raises:
         UserError: The sweep cannot run.
     """
-    # Hydra's shuffle() must have the same order on every rank and at every start.
-    random.seed(0)
     overrides = parse_overrides(config)
     zipped = check_zip(config, overrides)
     jobs = check_jobs(config.hydra, overrides, zipped, env)

@@ -3,11 +3,11 @@
 import itertools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.types import Override
 
@@ -125,12 +125,17 @@ def _open_study(config: Config, overrides: list[Override], directory: Path) -> "
     from mingpt_ddp.study.sweeps.search.study import Study
 
     space = search_space(overrides)
+    return Study(directory, config, space, fixed_values(config, space))
+
+
+def fixed_values(config: Config, swept: Collection[str]) -> dict[str, Any]:
+    """Return the values by dotted key that all jobs share, and that their results depend on."""
     values = config.to_dict()
     fixed = named_values(values) | {
         f"trainer.{limit}": values["trainer"][limit] for limit in LIMITS
     }
     for key in [*fixed]:
-        # A searched preset, such as model=gpt_nano,gpt_mini, sets all keys of its group.
-        if key in space or key.partition(".")[0] in space:
+        # A swept preset, such as model=gpt_nano,gpt_mini, sets all keys of its group.
+        if key in swept or key.partition(".")[0] in swept:
             del fixed[key]
-    return Study(directory, config, space, fixed)
+    return fixed

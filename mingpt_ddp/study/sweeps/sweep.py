@@ -72,7 +72,11 @@ class Sweep(Records):
 
     @property
     def is_over(self) -> bool:
-        """True if all jobs have ended. Always False if only another sweeper knows their number."""
+        """True if no job is left. Always False if only another sweeper knows their number."""
+        # Ranks in lock-step must agree, and only rank zero knows what is needed.
+        needed = self.needed_jobs if self.env.world_size == 1 else None
+        if needed is not None and needed.n_settings(self.failed) == 0:
+            return True
         return 0 < self.planned <= self.n_ended
 
     @property

@@ -1,11 +1,13 @@
 """Which jobs of a sweep with sweep.until=decided are still needed."""
 
 import itertools
+import json
 from collections.abc import Collection
 from pathlib import Path
 
 from hydra.core.override_parser.types import Override
 
+from mingpt_ddp.config.compose.hydra_utils import key_of
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.storage.run_directory import read_result
@@ -18,6 +20,7 @@ from mingpt_ddp.study.results.sequential_record import (
     seeds_as_json,
 )
 from mingpt_ddp.study.sweeps.checks import choices, is_seed
+from mingpt_ddp.study.sweeps.sources import fixed_values
 
 
 def rule_of(config: Config, overrides: list[Override]) -> SequentialRecord | None:
@@ -38,10 +41,12 @@ def rule_of(config: Config, overrides: list[Override]) -> SequentialRecord | Non
         "run.name, and leave out run.resume=never",
     )
     values = choices(overrides, settings.zip or ())
-    seed_words = [each[0] for each in itertools.chain(*filter(is_seed, values))]
-    seeds = [word.partition("=")[2] for word in seed_words]
+    keys_of_seed = [*filter(is_seed, values)]  # two for run.seed=1,2 ++run.seed=3,4
+    seeds = [each[0].partition("=")[2] for each in itertools.chain(*keys_of_seed)]
     check(
-        len(seeds) > 1 and all(map(str.isdecimal, seeds)) and len({*map(int, seeds)}) == len(seeds),
+        len(keys_of_seed) == 1 < len(seeds)
+        and all(map(str.isdecimal, seeds))
+        and len({*map(int, seeds)}) == len(seeds),
         "sweep.until=decided pairs the seeds of its settings; list different seeds, as in "
         "run.seed=1,2,3,4,5,6,7,8,9,10,11,12, and leave run.seed out of sweep.zip",
     )
@@ -49,12 +54,15 @@ def rule_of(config: Config, overrides: list[Override]) -> SequentialRecord | Non
     varying = [words for words in values if len(words) > 1 and not is_seed(words)]
     labels = [", ".join(itertools.chain(*words)) for words in itertools.product(*varying)]
     check(
-        len(labels) > 1,
-        "sweep.until=decided compares settings; list values of another key than run.seed",
+        len({*labels}) == len(labels) > 1,
+        "sweep.until=decided compares settings; list values of another key than run.seed, "
+        "each of them once",
     )
     rule = SequentialRecord(
         labels, seeds_as_json([*map(int, seeds)]), settings.metric, settings.care
     )
+    swept = {key_of(str(each.input_line)) for each in overrides if each.is_sweep_override()}
+    rule.fixed = json.loads(json.dumps(fixed_values(config, swept)))
     check_seeds(rule)
     return rule
 

@@ -27,7 +27,7 @@ from mingpt_ddp.study.results.analysis.version_verdict import Against, version_v
 from mingpt_ddp.study.results.experiments import record
 from mingpt_ddp.study.results.formats import duration, fixed
 from mingpt_ddp.study.results.objective import LOSS, TEXT_KEYS
-from mingpt_ddp.study.results.runs import DIVERGED, number, read_jobs
+from mingpt_ddp.study.results.runs import DIVERGED, is_run, number, read_jobs
 from mingpt_ddp.study.results.sequential_record import (
     SequentialComparison,
     SequentialRecord,
@@ -231,6 +231,8 @@ def _complete(job: VersionRun, title: str) -> None:
 
 
 def _has_diverged(job: VersionRun) -> bool:
+    if not is_run(job.directory):  # it failed before it began
+        return False
     return any(record.status == DIVERGED for record in read_jobs([job.directory]))
 
 

@@ -168,28 +168,33 @@ def _recorded(settings: Sequence[Setting]) -> list[Comparison] | None:
 
     Return None if the settings belong to none or to several, or if the reference is not among them.
     """
-    records = [_record_of(setting) for setting in settings]
-    parents = {setting.first.directory.parent for setting in settings}
-    record = records[0]
-    if record is None or None in records or len(parents) > 1:
+    record = next(filter(None, map(_record_of, settings)), None)
+    parents = {job.directory.parent for setting in settings for job in setting.jobs}
+    if record is None or len(parents) > 1:
         return None
     if objective_named(record.metric) != settings[0].ranked_by:
         return None
-    by_label = {_label_in(record, each): each for each in settings}
-    reference = by_label.pop(record.reference, None)
-    if reference is None or len(by_label) != len(settings) - 1:
+    labels = [_label_in(record, each) for each in settings]
+    if labels.count(record.reference) != 1:
         return None
-    return [
-        _sequential(record, label, reference, by_label[label])
-        for label in record.settings
-        if label in by_label
-    ]
+    reference = settings[labels.index(record.reference)]
+    comparisons = []
+    for label, setting in zip(labels, settings, strict=True):
+        # A setting whose first job has diverged has no run that counts.
+        if labels.count(label) > 1 if label else setting.complete:
+            return None
+        if setting is not reference:
+            comparisons.append(_sequential(record, label, reference, setting))
+    return comparisons
 
 
 def _record_of(setting: Setting) -> SequentialRecord | None:
     """Return the record of the comparison with until=decided to which a setting belongs."""
-    record = read_sequential(setting.first.directory.parent)
-    return record if record and _label_in(record, setting) else None
+    for parent in dict.fromkeys(job.directory.parent for job in setting.jobs):
+        record = read_sequential(parent)
+        if record and _label_in(record, setting):
+            return record
+    return None
 
 
 def _label_in(record: SequentialRecord, setting: Setting) -> str | None:
@@ -199,7 +204,7 @@ def _label_in(record: SequentialRecord, setting: Setting) -> str | None:
 
 
 def _sequential(
-    record: SequentialRecord, label: str, reference: Setting, other: Setting
+    record: SequentialRecord, label: str | None, reference: Setting, other: Setting
 ) -> Comparison:
     """Compare a setting with the reference by the recorded decision, or by the pairs so far."""
     pairs, missing = record.pairs(reference.costs, other.costs)
@@ -217,9 +222,9 @@ def _sequential(
     if evidence is None or not math.isfinite(evidence.high):
         return Comparison(reference, other, None, why, sequential=verdict)
     n = len(pairs)
-    found = Difference(
-        evidence.difference, evidence.low, evidence.high, evidence.p, SEQUENTIAL, (n, n), 0
-    )
+    left_out = max(0, reference.complete + other.complete - 2 * n)
+    interval = (evidence.low, evidence.high)
+    found = Difference(evidence.difference, *interval, evidence.p, SEQUENTIAL, (n, n), left_out)
     return Comparison(reference, other, found, why, evidence.p, verdict)
 
 
