@@ -458,3 +458,13 @@ def test_a_diverged_seed_ends_a_comparison_until_decided(tmp_path, call):
     decided_at(tmp_path, {"0.001": [1.0, 1.1], "0.003": [2.0, NAN]}, {})
     said = call(tmp_path, "compare")[1].splitlines()[-1]
     assert said.startswith("not decided between lr=0.001 and lr=0.003: seed 2 of lr=0.003 diverged")
+
+
+def test_seeds_of_another_sweep_do_not_turn_it_into_a_fixed_test(tmp_path, call):
+    """The other sweep has the same settings, so that its jobs join those of the first one."""
+    root, other = tmp_path / "a", tmp_path / "b"
+    decided_at(root, {"0.001": [2.0, 2.1, 2.2], "0.003": [3.0, 3.1, 3.21]}, {})
+    replicate(other, [1.0, 1.1, 1.2], first=20, lr=0.001)
+    replicate(other, [3.0, 3.1, 3.2], first=20, lr=0.003)
+    said = call(root, other, "compare")[1]
+    assert "is better" not in said and "until=decided" in said

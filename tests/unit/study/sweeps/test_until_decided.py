@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from multiprocess.ranks import configure, typed
 
+from mingpt_ddp.config.keys.sweep_config import SweepConfig
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.study.results.sequential_record import SequentialRecord, read_sequential
-from mingpt_ddp.study.sweeps.until_decided import NeededJobs
+from mingpt_ddp.study.sweeps.until_decided import NeededJobs, rule_of
 
 SETTINGS = ["lr=1", "lr=2", "lr=3"]
 SEEDS = [*map(str, range(1, 13))]
@@ -83,6 +87,13 @@ def test_a_failed_job_ends_the_comparisons_of_its_setting(tmp_path):
     assert needed(jobs, failed=[1, 2]) == []
 
 
+def test_a_result_without_the_metric_ends_the_comparisons_of_its_setting(tmp_path):
+    jobs = start(tmp_path)
+    end(jobs, tmp_path, 0, 1.0)
+    end(jobs, tmp_path, 1, None)
+    assert {number % 3 for number in needed(jobs)} == {0, 2}
+
+
 def test_seeds_may_be_added_at_the_end_only(tmp_path):
     start(tmp_path)
     assert len(start(tmp_path, [*SEEDS, "13"])._comparison.record.seeds) == 13
@@ -92,6 +103,49 @@ def test_seeds_may_be_added_at_the_end_only(tmp_path):
 
 
 def test_a_broken_record_counts_as_none(tmp_path):
-    for record in (None, 1, {"settings": 3}, {"settings": [], "decided": {"a": [["nan", 1]]}}):
+    whole = {"settings": SETTINGS, "seeds": SEEDS, "metric": None, "care": None, "runs": {}}
+    for record in (
+        None,
+        1,
+        {"settings": 3},
+        {**whole, "settings": [], "decided": {}},
+        {**whole, "decided": {"lr=2": [["nan", 1]]}},
+        {**whole, "decided": {"lr=2": [[1e308, -1e308]] * 6}},
+    ):
         (tmp_path / "sweep.json").write_text(json.dumps({"until_decided": record}))
         assert read_sequential(tmp_path) is None
+
+
+RULE = ["run.name=lr"]
+
+
+def rule(*words):
+    """Return the rule of a sweep with these words."""
+    parser = OverridesParser.create()
+    constant = [word for word in words if "," not in word and "(" not in word]
+    config = replace(typed(configure(*constant)), sweep=SweepConfig(until="decided"))
+    return rule_of(config, parser.parse_overrides([*words]))
+
+
+def test_shuffled_values_keep_their_places():
+    words = [*RULE, "run.seed=shuffle(range(1,13))", "optimizer.lr=shuffle(1,2,3,4,5)"]
+    first, second = rule(*words), rule(*words)
+    assert (first.seeds, first.settings) == (second.seeds, second.settings)
+    assert first.seeds != sorted(first.seeds, key=int), "this order is no shuffled one"
+
+
+def test_another_recipe_under_the_same_name_is_refused(tmp_path):
+    words = [*RULE, "run.seed=range(1,13)", "optimizer.lr=0.1,0.2"]
+    NeededJobs(tmp_path, SweepFile(tmp_path), rule(*words))
+    NeededJobs(tmp_path, SweepFile(tmp_path), rule(*words))
+    with pytest.raises(ConfigError, match=r"and model\.n_layer \d, now 7; restore that"):
+        NeededJobs(tmp_path, SweepFile(tmp_path), rule(*words, "model.n_layer=7"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["optimizer.lr=0.1,0.1"], ["optimizer.lr=0.1,0.2", "++run.seed=20,21"]],
+)
+def test_a_value_or_the_seeds_given_twice_are_refused(words):
+    with pytest.raises(ConfigError, match=r"sweep\.until=decided"):
+        rule(*RULE, "run.seed=range(1,13)", *words)
