@@ -13,7 +13,7 @@ from mingpt_ddp.data.tokenizers.tokenizer import tokenizer_from_state
 from mingpt_ddp.data.tokens.token_files import cut
 from mingpt_ddp.errors import DataError
 
-TOKENS_AT_ONCE = 1 << 20  # tokens whose sizes are added up in one call, to bound the memory
+SUMMED = 1 << 20  # tokens whose sizes are added up in one call, to bound the memory
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def find_origins(
         origins = []
         for token, file, document, byte in table[first:end].tolist():
             # In the first document, add the bytes between its first token and the window.
-            for begin in range(token, start, TOKENS_AT_ONCE):
-                byte += int(sizes[tokens[begin : min(start, begin + TOKENS_AT_ONCE)]].sum())
+            for begin in range(token, start, SUMMED):
+                byte += int(sizes[tokens[begin : min(start, begin + SUMMED)]].sum())
             origins.append(Origin(entry.files[file], document, byte))
         windows.append(origins)
     return windows
