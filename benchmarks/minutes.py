@@ -1,13 +1,13 @@
-"""How long a run with trainer.max_minutes really takes, on a quiet and on a busy machine.
+"""Measure how long a run with trainer.max_minutes takes, on a quiet and on a busy machine.
 
-The number of steps is fixed after a tenth of the minutes, so a machine that becomes slower after
-that takes longer. Three ways alternate: nothing else runs; a busy loop on each core runs beside the
-whole run; the loops begin in the middle of the minutes. The script starts the loops and ends them.
-Other programs on the machine count as well: look at the load that it prints first.
+A run fixes its number of steps after a tenth of its minutes. If the machine becomes slower later,
+the run takes longer. Three conditions are measured in turn: nothing else runs; a busy loop on each
+core runs as long as the run does; these loops begin in the middle of the minutes. The script starts
+and ends the loops. Other programs disturb the measurement: look at the load that is printed first.
 
-For each run it prints the time of a step in each fifth of the run, and the minutes that the run
-would have taken if the mean of the first steps had fixed its number of steps: steps 3 to 20, or to
-the end of the warm-up if that is later.
+For each run the script prints the time of a step in each fifth of the run. It also prints how long
+the run would have taken if it had fixed its number of steps earlier, from the mean time of steps 3
+to 100, where the warm-up ends.
 
     MINGPT_SHAKESPEARE=input.txt python benchmarks/minutes.py
     MINGPT_SHAKESPEARE=input.txt python benchmarks/minutes.py --minutes 5 --ways quiet
@@ -39,11 +39,12 @@ SETTINGS = [
     "run.name=run",
     "run.resume=never",
 ]
-FIRST = slice(2, 100)  # the steps whose mean pace is compared with the rule of the run
-# A run is ended if it takes this many times its minutes, and this many seconds for its start.
+# Steps 3 to 100: the first two are slower, and the warm-up of SETTINGS has 100.
+FIRST = slice(2, 100)
+# End a run that takes longer than LONGEST times its minutes plus START_S seconds for its start.
 LONGEST = 20.0
 START_S = 120.0
-# It ends with the script, however that ends.
+# A busy loop. It ends when the script ends, even if the script is killed.
 LOOP = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
 WAYS = {
     "quiet": "nothing beside it",
@@ -53,16 +54,17 @@ WAYS = {
 
 
 class Taken(NamedTuple):
-    """What a run took."""
+    """How long a run took, and its steps."""
 
     minutes: float
-    by_first_steps: float  # minutes, if the pace of the first steps had fixed the number of steps
+    # Minutes it would have taken if the first steps had fixed its number of steps.
+    by_first_steps: float
     fifths: list[float]  # milliseconds per step in each fifth of the steps
 
 
 @contextlib.contextmanager
 def busy_loops(after_s: float) -> Iterator[None]:
-    """Keep all cores busy in this context, beginning after some seconds."""
+    """Keep all cores busy in this context, from `after_s` seconds after its begin to its end."""
     loops: list[subprocess.Popen[bytes]] = []
     has_ended = threading.Event()
 
@@ -84,16 +86,18 @@ def busy_loops(after_s: float) -> Iterator[None]:
 
 
 def measured(directory: Path, limit: float) -> Taken:
-    """Return what a run took.
+    """Read from the files of a run how long it took.
 
     Args:
-        limit: trainer.max_minutes.
+        directory: The run directory.
+        limit: The value of trainer.max_minutes, in minutes.
     """
     lines = (directory / "metrics.jsonl").read_text().splitlines()
     step_ms = [row["step_ms"] for row in map(json.loads, lines) if "step_ms" in row]
     fifths = [fmean(step_ms[len(step_ms) * i // 5 : len(step_ms) * (i + 1) // 5]) for i in range(5)]
     steps = int(60e3 * limit / fmean(step_ms[FIRST]))
-    missing = max(0, steps - len(step_ms))  # they would have had the pace of the last fifth
+    # Steps that the run did not have. They would have been as slow as those of the last fifth.
+    missing = max(0, steps - len(step_ms))
     by_first_steps = (sum(step_ms[:steps]) + missing * fifths[-1]) / 60e3
     minutes = float(json.loads((directory / "result.json").read_text())["minutes"])
     return Taken(minutes, by_first_steps, fifths)
@@ -103,7 +107,7 @@ def run_for(minutes: float, busy_after_s: float | None, cwd: Path, threads: int)
     """Train for some minutes.
 
     Args:
-        busy_after_s: Seconds after which the busy loops begin. None: they do not.
+        busy_after_s: Seconds after which the busy loops begin. None if there are none.
     """
     with tempfile.TemporaryDirectory(dir=cwd) as root:
         data = [f"data.path={corpus_path()}", f"data.cache_dir={cwd / 'cache'}"]

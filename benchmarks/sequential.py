@@ -1,10 +1,12 @@
-"""How often `until=decided` is wrong, how often it decides, and after how many pairs.
+"""Simulate `until=decided`: how often it is wrong, how often it decides, and after how many pairs.
 
-Differences are drawn from a normal distribution; nothing is trained. Without a difference, the
-share of decisions is the rate of errors: of two settings, and of five against the first one, where
-one wrong decision makes a comparison wrong. Coverage is the share of comparisons whose interval
-holds the true difference when the comparison ends. The fixed t-test, which looks once after all
-pairs, stands beside the sequential one; looking at it after each pair shows what that costs.
+The results are drawn from a normal distribution; nothing is trained. Each simulated comparison has
+two settings, or five of which four are compared with the first. It is wrong if at least one of its
+decisions is wrong: a decision for a difference where there is none, or for the wrong sign. Coverage
+is the share of comparisons whose intervals all hold the true difference at the end.
+
+A fixed t-test, which looks once after all pairs, is shown for comparison. The last line shows how
+often a t-test is wrong if somebody looks at it after each pair and stops at the first small p.
 
     python benchmarks/sequential.py
 """
@@ -21,20 +23,26 @@ from common import log, parser, report
 from mingpt_ddp.study.results.stats.sequential import Decision, Pair, SequentialTest
 
 PAIRS = (5, 8, 12, 20)
-EFFECTS = (0.5, 1.0, 2.0, 4.0)  # in standard deviations of the differences
+EFFECTS = (0.5, 1.0, 2.0, 4.0)  # true differences, in standard deviations of the differences
 LEVEL = 0.05
 
 
 def pairs_of(ours: np.ndarray, theirs: np.ndarray) -> list[Pair]:
+    """Return pairs of the results of the reference (ours) and another setting (theirs)."""
     return [Pair(float(one), float(other)) for one, other in zip(ours, theirs, strict=True)]
 
 
 def comparison(seed: int, effect: float, settings: int, most: int) -> tuple[list[int], bool, bool]:
-    """Compare settings until all are decided.
+    """Simulate one comparison of settings with the first one.
+
+    Args:
+        effect: True difference of each other setting from the first one.
+        settings: Number of settings.
+        most: Number of pairs after which an undecided comparison ends.
 
     Returns:
-        The number of pairs after which each other setting is decided (0: it is not), whether one
-        of the decisions is wrong, and whether all intervals hold the true difference.
+        The number of pairs after which each other setting is decided, or 0 if it is not. Then True
+        if a decision is wrong, and True if all intervals hold the true difference.
     """
     rng = np.random.default_rng([seed, settings, int(100 * effect)])
     ours = rng.normal(0, np.sqrt(0.5), most)
@@ -52,16 +60,26 @@ def comparison(seed: int, effect: float, settings: int, most: int) -> tuple[list
     return decided, is_wrong, is_covered
 
 
-def fixed_test(rng: np.random.Generator, effect: float, n: int, runs: int) -> float:
-    """Return the share of fixed paired t-tests of n pairs that find a difference."""
+def fixed_test(rng: np.random.Generator, effect: float, n: int, runs: int, settings: int) -> float:
+    """Return the share of simulated comparisons after n pairs that find any difference.
+
+    Args:
+        runs: Number of simulations.
+        settings: The first one is compared with each other one, by Bonferroni's correction.
+    """
     from scipy import stats
 
-    x = rng.normal(effect, 1, (runs, n))
-    return float((stats.ttest_1samp(x, 0, axis=1).pvalue < LEVEL).mean())
+    ours = rng.normal(0, np.sqrt(0.5), (runs, 1, n))
+    theirs = rng.normal(effect, np.sqrt(0.5), (runs, settings - 1, n))
+    p = stats.ttest_1samp(theirs - ours, 0, axis=2).pvalue  # (runs, settings - 1)
+    return float((p < LEVEL / (settings - 1)).any(axis=1).mean())
 
 
 def looked_at(rng: np.random.Generator, most: int, runs: int) -> float:
-    """Return the share of t-tests that ever find a difference where none is, from 3 pairs on."""
+    """Return how often repeated t-tests find a difference that is not there.
+
+    Each simulation looks at the t-test after every pair, from the third to the last one (`most`).
+    """
     from scipy import stats
 
     x = rng.normal(0, 1, (runs, most))
@@ -87,11 +105,11 @@ def main() -> None:
             figures[name] = {"wrong": wrong, "covered": covered}
             cells = [name, f"{wrong:.1%}", f"{covered:.1%}"]
             for n in PAIRS:
-                share = fmean(0 < min(decided) <= n for decided, *_ in done)
-                fixed = fixed_test(rng, effect, n, runs)
+                share = fmean(any(0 < each <= n for each in decided) for decided, *_ in done)
+                fixed = fixed_test(rng, effect, n, runs, settings)
                 figures[name] |= {f"decided in {n}": share, f"fixed test of {n}": fixed}
                 cells.append(f"{share:.0%} / {fixed:.0%}")
-            pairs = [min(decided) or most + 1 for decided, *_ in done]
+            pairs = [min(filter(None, decided), default=most + 1) for decided, *_ in done]
             figures[name]["median pairs"] = middle = median(pairs)
             cells.append(f"{middle:g}" if middle <= most else f"over {most}")
             rows.append(cells)

@@ -1,4 +1,4 @@
-"""The function `at` of `import mingpt_ddp`. As in api.py, torch is imported when it is used."""
+"""The function `at` of `import mingpt_ddp`. As in api.py, torch is imported inside functions."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ def at(
 
     Args:
         run: Path or fsspec URL of a run directory, or of its directory of snapshots.
-        step: A number, or "worst" for the step with the largest logged loss.
-        without: Number of a sequence to leave out when the step is rehearsed again, from 1.
+        step: Number of the step, or "worst" for the step with the largest logged loss.
+        without: Measure the step again without this sequence. Number 1 has the highest loss.
         nproc: 1 to repeat on one rank. None for as many ranks as the run had.
-        words: More words of the command line that trains, to name your own code.
-        code: Your Python file that registers the model, if it is not built in.
+        words: More words of the command line that trains, such as those that name your own code.
+        code: Your Python file that registers the model, if it is not built in. Loads `before`.
 
     Returns:
-        What the command prints as JSON, with `losses` (B) and `tokens` (B, T + 1) as tensors in the
-        order of the losses. And `before`, the LoadedRun of the step before, or None at the first.
+        The values that the command prints as JSON, and three more. `losses` (B) and `tokens`
+        (B, T + 1) are tensors, with the highest loss first. `before` is the LoadedRun of the step
+        before, or None if the step is the first one.
 
     Raises:
         UserError: The step cannot be repeated. The message is one line.
@@ -50,8 +51,8 @@ def at(
             is_recorded = found["repeated_from"] == number
             url = os.fspath(run) if is_recorded else f"{name}/{REPLAY_RUN_NAME}"
             before = load(url, number, code=code)
-            # The step has trained the weights themselves, not their average.
+            # `load` prefers averaged weights (trainer.ema). The step was trained on the others.
             before.model.load_state_dict(read_snapshot(url, step=number).model)
-    for key, of_one in (("losses", "loss"), ("tokens", "tokens")):
-        found[key] = torch.tensor([sequence[of_one] for sequence in found["sequences"]])
+    for key, key_in_sequence in (("losses", "loss"), ("tokens", "tokens")):
+        found[key] = torch.tensor([each[key_in_sequence] for each in found["sequences"]])
     return {**found, "before": before}

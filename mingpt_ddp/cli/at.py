@@ -1,4 +1,4 @@
-"""Repeat a step of a run, to see which text it learnt from and whether it has the same bits."""
+"""Repeat a step of a run: show the text it was trained on, and whether it gives the same bits."""
 
 import contextlib
 import json
@@ -24,10 +24,11 @@ from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.process.terminal import echo, echo_error
 from mingpt_ddp.training.look import LOOK, LookRequest
 
-# A loss that is not finite must not end the training before the step can be measured.
+# Log every step, and go on after a loss that is not finite: the step may come after it.
 MEASURED = ("trainer.log_every=1", "trainer.on_nonfinite=skip")
+# Settings of several ranks, replaced if one rank repeats the step.
 ON_ONE_RANK = ("ddp.strategy=auto", "ddp.tensor_parallel=1", "ddp.comm_hook=none")
-SHOWN_CHARACTERS = 50  # of a sequence
+SHOWN_CHARACTERS = 50  # number of characters of each sequence that are printed
 
 
 def look_at(
@@ -38,20 +39,29 @@ def look_at(
     ranks: int | None,
     words: list[str],
 ) -> dict[str, Any]:
-    """Repeat a step, and return what was found there.
+    """Repeat a step, and return the loss of each sequence, the gradient norms and the verdict.
 
     Args:
         url: URL of the run or its snapshots, which are untrusted.
-        step: "worst" for the step with the largest logged loss.
-        directory: An empty temporary directory. It will have the repeated run, with a snapshot of
-            the step before if the run has none.
-        without: Number of a sequence to leave out when the step is rehearsed again.
+        step: Number of the step, or "worst" for the step with the largest logged loss.
+        directory: An empty temporary directory for the repeated run. If the run has no snapshot of
+            the step before, the repeated run saves one there.
+        without: Number of a sequence to leave out in a second rehearsal of the step. None if there
+            is only one rehearsal.
         ranks: 1 for one rank. None for as many as the run had.
         words: More words of the command line that trains.
+
+    Returns:
+        The values that `format=json` prints.
 
     Raises:
         UserError: The step cannot be repeated.
     """
+    check(
+        step == "worst" or (type(step) is int and step > 0),
+        f'step={step} must be a number from 1 on, or "worst"',
+    )
+    check(without is None or without > 0, f"without={without} must be a number from 1 on")
     recorded = RecordedRun.read(url)
     logged = {} if "://" in url else _read_metrics(run_of(Path(url)))
     target = _choose_step(step, recorded, logged)
@@ -77,21 +87,21 @@ def look_at(
         repeated, here = {}, interval.state
     check(result.exists(), f"step={target}: the run has skipped this step after a rollback")
     expected, difference = expected_hashes(recorded, interval)
+    is_damaged = difference is not None
     difference = difference or find_other_hash(interval, expected, repeated)
     norms = _norms(logged, interval)
-    others = norms - _norms(_read_metrics(directory / REPLAY_RUN_NAME), interval)
-    if others and not difference:
-        difference = "step {} had the gradient norm {}".format(*min(others))
-    hashes = expected.keys() & repeated.keys() - {interval.base}
+    changed_norms = norms - _norms(_read_metrics(directory / REPLAY_RUN_NAME), interval)
+    if changed_norms and not difference:
+        difference = "step {} had the gradient norm {}".format(*min(changed_norms))
+    compared_steps = expected.keys() & repeated.keys() - {interval.base}
     verdict = "nothing of these steps is recorded, to compare with"
-    if has_fewer_ranks:
+    if has_fewer_ranks and not is_damaged:
         verdict = "not the same bits, within about 1e-6"
     elif difference:
         verdict = f"not the same bits as the run: {difference}"
-    elif hashes or norms:
-        compared = (
-            f"{counted(len(norms), 'gradient norm')}, hashes of {counted(len(hashes), 'step')}"
-        )
+    elif compared_steps or norms:
+        n_norms = counted(len(norms), "gradient norm")
+        compared = f"{n_norms}, hashes of {counted(len(compared_steps), 'step')}"
         verdict = f"the same bits as the run (compared: {compared})"
     return {
         "step": target,
@@ -102,14 +112,14 @@ def look_at(
 
 
 def _read_metrics(directory: Path) -> dict[int, Record]:
-    """Return the logged numbers of a run by step."""
+    """Return the logged metrics of each step. Return {} if there is no log."""
     with contextlib.suppress(OSError):
         return read_history(directory / METRICS).by_step()
     return {}
 
 
 def _norms(logged: Mapping[int, Record], interval: Interval) -> set[tuple[int, float]]:
-    """Return the logged steps of an interval, each with its gradient norm."""
+    """Return the steps of an interval that have a logged gradient norm, with that norm."""
     steps = range(interval.base + 1, interval.target + 1)
     return {(n, logged[n]["grad_norm"]) for n in steps if logged.get(n, {}).get("grad_norm")}
 
@@ -117,10 +127,10 @@ def _norms(logged: Mapping[int, Record], interval: Interval) -> set[tuple[int, f
 def _choose_step(
     step: int | Literal["worst"], recorded: RecordedRun, logged: Mapping[int, Record]
 ) -> int:
-    """Return the number of the step.
+    """Return the number of the step to look at.
 
     Raises:
-        ConfigError: The run has no such step.
+        ConfigError: The run has no such step, or no logged losses to choose the worst from.
     """
     if step != "worst":
         last = max([*recorded.states, *logged])
@@ -128,7 +138,7 @@ def _choose_step(
         return step
     losses = {n: row["train_loss"] for n, row in logged.items() if "train_loss" in row}
     check(losses != {}, "step=worst needs the logged losses of a local run; name a step")
-    # None, which is no finite loss, is the worst.
+    # None stands for a loss that is not finite, and counts as the largest.
     worst = max(losses, key=lambda n: (losses[n] is None, losses[n] or 0.0))
     first = max((n for n in losses if n < worst), default=0) + 1
     if first < worst:
@@ -171,7 +181,7 @@ def print_look(found: dict[str, Any], without: int | None) -> None:
 
 
 def _source(origins: list[dict[str, Any]]) -> str:
-    """Return the place where a sequence begins, and the document in which it ends."""
+    """Describe where a sequence begins, and in which document it ends if that is another one."""
     names = []
     for origin in (origins[0], origins[-1]):
         document = f":{origin['document']}" if origin["document"] else ""

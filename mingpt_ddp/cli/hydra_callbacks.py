@@ -43,7 +43,11 @@ class Preflight(Callback):
 
 @contextlib.contextmanager
 def leave_hydra_on_error() -> Iterator[None]:
-    """Turn an exception into EndsProcess. Hydra would only log it, or add lines of its own."""
+    """Turn an exception into EndsProcess.
+
+    Hydra would log another exception of a callback as a warning and go on, and print lines of its
+    own about another exception of a task.
+    """
     try:
         yield
     except Exception as error:

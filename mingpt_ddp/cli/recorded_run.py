@@ -13,7 +13,7 @@ from mingpt_ddp.snapshots.write.ledger import Ledger, Record, digest_settings
 from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.storage.run_directory import refuse_other_loop
 
-SHOWN = 8  # intervals that an error offers
+SHOWN = 8  # number of intervals that an error message offers
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,9 @@ class Interval:
     """The steps to repeat: those after `base`, up to `target`."""
 
     base: int  # step of a snapshot, or 0 for the start of the run
-    target: int  # a later step; in a replay, that of a snapshot
-    state: dict[str, Any]  # state.json of the target, or of a snapshot trained with its settings
+    target: int  # a later step; the command `replay` only takes the step of a snapshot
+    # state.json of the target. If it has no snapshot: of the next one, else of the one before.
+    state: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -61,27 +62,28 @@ class RecordedRun:
         return hash_snapshot(read_snapshot(self.store, step))
 
     def have_same_settings(self, base: int, end: int) -> bool:
-        """Return True if the recorded steps after `base`, up to `end`, had the same settings."""
+        """Return True if the settings did not change from the step after `base` to `end`."""
         return len({self._settings[step] for step in self._settings if base < step <= end}) < 2
 
     @functools.cached_property
     def _settings(self) -> dict[int, str]:
-        """The digest of the settings of each recorded step."""
+        """Digest of the settings by step, for the steps that have a record."""
         settings = {step: record.settings for step, record in self.ledger.items()}
         return settings | {step: digest_settings(state) for step, state in self.states.items()}
 
     def has_start(self, words: list[str]) -> bool:
-        """Return True if the steps from the start can be repeated.
+        """Return True if the run can be repeated from its start.
 
         Args:
             words: More words of the command line that trains.
         """
         run = self.states[max(self.states)]["config"]["run"]
         source = str(run.get("init_from"))
-        is_left_out = "://" in source and not any(
+        # A replay does not read the weights of a recorded URL unless the user gives the URL again.
+        lacks_weights = "://" in source and not any(
             word.startswith("run.init_from=") for word in words
         )
-        return run.get("resume") in ("auto", "never") and not is_left_out
+        return run.get("resume") in ("auto", "never") and not lacks_weights
 
     def expected(self, interval: Interval) -> dict[int, Hashes]:
         """Return the recorded hashes by step, of the interval and its base."""
@@ -132,7 +134,7 @@ def choose_interval(recorded: RecordedRun, steps: int, words: list[str]) -> Inte
         words: More words of the command line that trains.
 
     Raises:
-        SnapshotError: There is no such interval. The message offers the newest ones that there are.
+        SnapshotError: There is no such interval. The message offers the newest intervals.
     """
     snapshots = sorted(recorded.states, reverse=True)
     bases = [*snapshots, 0] if recorded.has_start(words) else snapshots
@@ -140,7 +142,7 @@ def choose_interval(recorded: RecordedRun, steps: int, words: list[str]) -> Inte
         base = target - steps
         if base in bases and recorded.have_same_settings(base, target):
             return Interval(base, target, recorded.states[target])
-    offers = dict[int, str]()  # by number of steps
+    offers = dict[int, str]()  # words of the command line, by number of steps
     for target in snapshots[:SHOWN]:
         for base in bases:
             if base < target and recorded.have_same_settings(base, target):
@@ -161,7 +163,8 @@ def interval_before(recorded: RecordedRun, target: int, words: list[str]) -> Int
         words: More words of the command line that trains.
 
     Raises:
-        SnapshotError: No snapshot is early enough, or the settings have changed in between.
+        SnapshotError: There is no snapshot before the step and the run cannot be repeated from its
+            start, or the settings changed in between.
     """
     earlier = [step for step in recorded.states if step < target]
     later = [step for step in recorded.states if step >= target]

@@ -101,7 +101,12 @@ def replay(url: str, steps: int, ranks: int | None, words: list[str]) -> int:
 
 
 def expected_hashes(recorded: RecordedRun, interval: Interval) -> tuple[dict[int, Hashes], str]:
-    """Return the recorded hashes by step, and which snapshot has other ones, or ""."""
+    """Read the recorded hashes, and compare the snapshots at both ends with them.
+
+    Returns:
+        The recorded hashes by step. Then a description of the snapshot whose content has another
+        hash, or "" if there is none.
+    """
     expected = recorded.expected(interval)
     for step in (interval.base, interval.target):
         if step in recorded.states:
@@ -114,7 +119,7 @@ def expected_hashes(recorded: RecordedRun, interval: Interval) -> tuple[dict[int
 def find_other_hash(
     interval: Interval, expected: Mapping[int, Hashes], repeated: Mapping[int, Hashes]
 ) -> str:
-    """Describe the first repeated step with another hash than recorded, or return ""."""
+    """Describe the first repeated step whose hash is not as recorded. Return "" if all agree."""
     for step in sorted(expected.keys() & repeated.keys()):
         # Leave out hooks: a replay does not evaluate, so their state may differ.
         if difference := describe_difference(expected[step], repeated[step], WEIGHT_KINDS):
@@ -181,14 +186,14 @@ def train_again(
     directory: Path,
     variables: Mapping[str, str],
 ) -> tuple[dict[int, Hashes], dict[str, Any]]:
-    """Train an interval in a directory; return the hashes by step, and the last state.
+    """Train an interval in a directory. Return the hashes by step, and the last state.json.
 
     Args:
         directory: An empty temporary directory.
-        variables: More environment variables of the training.
+        variables: More environment variables for the processes that train.
 
     Raises:
-        UserError: the training failed.
+        UserError: The training failed.
     """
     threads = interval.state["environment"].get("threads")
     write_config(directory / "recorded", interval.state["config"])

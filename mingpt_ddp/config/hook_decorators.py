@@ -31,11 +31,13 @@ def acts(event: str) -> Callable[[Hook], Hook]:
     calls it. The class has `state_dict()`, which returns a flat dictionary of tensors, numbers and
     text, the same on all ranks, and `load_state_dict(state)`, which gets tensors on the run's
     device.
-    A class of "gradients" may also have `micro_batch(gradients)`. The rank that has run a
-    micro-batch calls it after the backward pass, with copies of the gradients of its mean loss, by
-    parameter, before they are averaged. It returns a dictionary of small tensors, and does not
-    change the state. `__call__` then takes (step, gradients, micro_batches), the same on all ranks:
-    by name one fp64 tensor (number of micro-batches, ...), in the order of the micro-batches.
+    A class of "gradients" may also have `micro_batch(gradients)`. It is called after the backward
+    pass of each micro-batch, on the rank that ran it. It gets copies of the gradients of the mean
+    loss of this micro-batch, by parameter, before they are averaged. It returns a dictionary of
+    small tensors, and must not change the state. `__call__` then takes (step, gradients,
+    micro_batches). The last one is a dictionary that is the same on all ranks. For each name that
+    `micro_batch` returned, it has one fp64 tensor (number of micro-batches, ...), in the order of
+    the micro-batches.
     A hook may return metrics by name, as a task's `loss` does. An exception ends the run.
 
     Args:

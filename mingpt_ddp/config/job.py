@@ -55,7 +55,8 @@ class Outcome:
     reporter: Reporter = Reporter.ONE_RANK
     signalled: bool = False  # the process received a signal, perhaps too late for this job
     was_known: bool = False  # an earlier start recorded this outcome; the job did not run again
-    was_needed: bool = True  # False for a job that did not run, because its sweep was decided
+    # False for a job that did not run because its result could not change a decision of the sweep.
+    was_needed: bool = True
     # True if no other job may follow in this process, because other ranks may not have failed.
     ends_process: bool = False
     # Of a sweep: directories to report, and the metric that ranks them (None for the default one).

@@ -86,7 +86,7 @@ def loaded_files(roots: Iterable[Path]) -> dict[Path, str]:
 
 
 def names_in(roots: Iterable[Path]) -> frozenset[str]:
-    """Return the names and texts in the code of files, and of the files they have imported."""
+    """Return all names and string constants in the code of files and of the files they import."""
     return frozenset().union(*(_files[path].words for path in loaded_files(roots)))
 
 

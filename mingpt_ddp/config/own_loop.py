@@ -1,4 +1,4 @@
-"""A script with a training loop of its own, and what that loop does not read."""
+"""Refuse settings on the command line of a user's script that the script does not read."""
 
 import json
 import sys
@@ -12,7 +12,8 @@ from mingpt_ddp.config.keys.schema import GROUPS
 from mingpt_ddp.config.loaded_code import names_in, script_path
 from mingpt_ddp.errors import ConfigError
 
-# Keys that only the loop of main.py reads. A script may read them too, as config.trainer.patience.
+# Keys that have an effect only in the loop of main.py, unless a script reads them itself, as in
+# `config.trainer.patience`.
 KEYS_OF_MAIN = (
     "run.init_from",
     "run.init_sha256",
@@ -34,12 +35,13 @@ KEYS_OF_MAIN = (
     "ddp.preempted_exit_code",
 )
 
-# The script of this process, once it has called `resolve`. Hydra cannot pass it on to a callback.
+# The script of this process, once it has called `resolve`. It is kept here because a callback of
+# Hydra reads it, and Hydra passes no values of ours on to callbacks.
 _resolving: list[Path] = []
 
 
 def begin_to_resolve() -> Path:
-    """Record that the script of this process reads its command line. Return its path."""
+    """Record that the script of this process has called `resolve`. Return the script's path."""
     _resolving.append(script_path() or Path(sys.argv[0]))
     return _resolving[-1]
 
@@ -52,10 +54,14 @@ def resolving_script() -> Path | None:
 def refuse_unread_keys(keys: Iterable[str], script: Path) -> None:
     """Refuse keys from the command line that only the loop of main.py reads.
 
-    A key counts as read if the code of the script, or of a file that it imports, has its name.
+    A key counts as read if its last part, such as patience, occurs in the code of the script or of
+    a file that the script imports.
+
+    Args:
+        keys: All keys from the command line.
 
     Raises:
-        ConfigError: It names the first such key.
+        ConfigError: The message names the first such key.
     """
     names = names_in([script])
     for key in sorted({*keys} & {*KEYS_OF_MAIN}):
@@ -68,13 +74,13 @@ def refuse_unread_keys(keys: Iterable[str], script: Path) -> None:
 
 
 def refuse_unread_words(config: Config) -> None:
-    """Refuse words of the command line that a script without `resolve` has ignored.
+    """Refuse settings on the command line that a script has ignored, as it did not call `resolve`.
 
-    The words of a script are its own business, but not those that name a key of the configuration
-    which has another value.
+    A script may have words of its own. A word is refused only if it chooses a preset, as in
+    model=NAME, or gives a key of the configuration another value than it has.
 
     Raises:
-        ConfigError: It names the first such word.
+        ConfigError: The message names the first such word.
     """
     if _resolving:
         return
@@ -89,6 +95,7 @@ def refuse_unread_words(config: Config) -> None:
 
 
 def _is_value(text: str, value: Any) -> bool:
+    """Return True if a text from the command line stands for this value."""
     with suppress(ValueError, TypeError):
         return float(text) == float(value)
     return text in (str(value), json.dumps(value, default=str))

@@ -214,7 +214,7 @@ class TokenLoader:
         return self._steps[step - self._first_step]
 
     def starts(self, step: int) -> Ints:
-        """Return where the windows of a step start in the training tokens, in batch order."""
+        """Return the position of the first token of each window of a step, in batch order."""
         epoch, number = divmod(step - 1, self.steps_per_epoch)
         begin = number * self.batch_size
         return self._window_starts(epoch, begin, begin + self.batch_size)

@@ -174,7 +174,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers, which forward passes in this context may change."""
+    """Restore the buffers of a model at the end. Forward passes in this context may change them."""
     before = [buffer.clone() for buffer in model.buffers()]
     yield
     for buffer, kept in zip(model.buffers(), before, strict=True):

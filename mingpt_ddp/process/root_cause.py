@@ -235,9 +235,9 @@ def exit_with(outcome: Outcome, prints: bool = True) -> NoReturn:
 
 
 def tell_caller(outcome: Outcome) -> None:
-    """Write how this process has ended for the process that has started it, if that asks for it.
+    """Write the outcome of this process to the file that its caller has named, if it has named one.
 
-    Of several ranks that fail, the first one to write counts.
+    If several ranks fail, the outcome of the first one to write counts.
     """
     caller = take_caller()
     if caller is None or caller.outcome is None or (outcome.has_failed and outcome.error is None):

@@ -22,8 +22,8 @@ from mingpt_ddp.storage.yaml_and_json import dump_json, dump_yaml, load_yaml, re
 
 RESULT = "result.json"
 SCRIPT = "script.py"  # copy of a user's script whose own loop trains the run
-MAIN_LOOP = "mingpt_ddp's main.py"
-SCRIPT_RECORD = "script.json"  # the name of that script, and the words of its command line
+SCRIPT_RECORD = "script.json"  # file name of that script, and the words of its command line
+MAIN_LOOP = "mingpt_ddp's main.py"  # name of the package's own loop in error messages
 # Differences in these keys do not count: one start may record null, another the name itself.
 DIRECTORY_KEYS = ("run.name",)
 SWEEP = "sweep.json"  # in the directory of a sweep
@@ -55,7 +55,7 @@ WRITTEN_INTO = (
     "wandb",
 )
 WRITTEN_INTO_BY_SWEEP = ("multirun.yaml", FAILURES)  # the same for the directory of a sweep
-# Exceptions from reading an untrusted record that no run has written.
+# The exceptions that reading a record may raise if no run has written it: records are untrusted.
 NOT_OF_A_RUN = (KeyError, TypeError, ValueError, ArithmeticError, AttributeError)
 MAX_LEASE_BYTES = 100  # size limit of the file with the id of a lease
 
@@ -241,11 +241,12 @@ def check_record(config: dict[str, Any], hydra_files: Mapping[str, str]) -> None
 
 
 def script_files(script: Path, words: Iterable[str]) -> dict[str, bytes]:
-    """Return the files that record a user's script whose own loop trains a run, by name.
+    """Return the files that record a script whose own loop trains a run: their content by name.
 
     Args:
-        script: In an interactive session, there is no such file.
-        words: The words of its command line.
+        script: Path of the script. There is no such file in an interactive session: then no copy is
+            returned.
+        words: The words of the script's command line.
     """
     files = {SCRIPT_RECORD: dump_json({"name": script.name, "words": [*words]})}
     with contextlib.suppress(OSError):
@@ -254,9 +255,9 @@ def script_files(script: Path, words: Iterable[str]) -> dict[str, bytes]:
 
 
 def recorded_script(directory: Path) -> tuple[str, list[str]] | None:
-    """Return the name and the words of the script whose own loop trains a run.
+    """Return the name of the script whose own loop trained a run, and its command line's words.
 
-    Return None for the loop of main.py.
+    Return None if the loop of main.py trained it.
     """
     record = read_json(directory / SCRIPT_RECORD)
     if not record:
@@ -266,13 +267,15 @@ def recorded_script(directory: Path) -> tuple[str, list[str]] | None:
 
 
 def refuse_other_loop(directory: Path, script: Path | None = None) -> None:
-    """Refuse to train a run by another loop than before. An edited script has the same loop.
+    """Refuse to train a run by another loop than before.
+
+    A loop is known by the file name of its script. An edited script still counts as the same loop.
 
     Args:
         script: The user's script whose own loop is to train the run. None for the loop of main.py.
 
     Raises:
-        ConfigError: It names both loops.
+        ConfigError: Another loop has trained the run. The message names both loops.
     """
     before = recorded_script(directory)
     if before is None and (script is None or recorded_config(directory) is None):
@@ -314,8 +317,9 @@ def has_ended(result: dict[str, Any], recorded: dict[str, Any], config: Config) 
     """Return True if a run is complete at the limits of `config`, or was pruned.
 
     Args:
-        result: Its result.json, untrusted.
-        recorded: The configuration of its last start, untrusted.
+        result: The result.json of the run, which is untrusted.
+        recorded: The configuration of its last start, which is untrusted.
+        config: The configuration of this start.
     """
     try:
         if result["status"] == RunStatus.PRUNED:  # larger limits do not continue a pruned job

@@ -51,7 +51,8 @@ class RunLength:
         # the last step, if trainer.max_minutes was over before it became a number; never recorded,
         # so that more minutes are reckoned from the time of the steps
         self.over_at: int | None = None
-        # The step at which a script's loop has ended the run, before its limits. None in main.py.
+        # The step at which the loop of a script ended the run in an earlier start, perhaps before
+        # the limits. None for the loop of main.py.
         self.stopped_at: int | None = None
         if self.reckon(self.state.step) == self.state.step:
             self.over_at = self.state.step
@@ -75,7 +76,7 @@ class RunLength:
 
     @property
     def steps(self) -> int:
-        """The number of steps; of those that are known to be too many, while it is not fixed."""
+        """The number of steps of the run. Until trainer.max_minutes fixes it, an upper bound."""
         if self.stopped_at is not None:
             return self.stopped_at
         return min(self.limits.values(), default=UNKNOWN)

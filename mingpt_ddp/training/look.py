@@ -1,7 +1,8 @@
 """Look at a step of a repeated run: the loss of each sequence, and the gradient norm of each layer.
 
-The step is rehearsed before it is trained. Its gradients are measured and dropped, so the training
-goes on with the same bits as without a look.
+A step is looked at just before it is trained: its forward and backward passes run once more than
+needed (a rehearsal), and their gradients are measured and dropped. The training then goes on with
+the same bits as without the look.
 """
 
 import json
@@ -28,33 +29,40 @@ from mingpt_ddp.tasks.language_model import LanguageModel
 from mingpt_ddp.tasks.outputs import Outputs, outputs_of
 from mingpt_ddp.training.train_step import TrainStep
 
-LOOK = "MINGPT_DDP_LOOK"  # environment variable with a LookRequest as JSON
-LAYER = re.compile(r"^\w+(?:\.\d+)?")  # in the name of a parameter, as in blocks.0
+# Environment variable that asks a training process for a look. It has a LookRequest as JSON.
+LOOK = "MINGPT_DDP_LOOK"
+# The layer at the start of a parameter's name: blocks.0 in blocks.0.up.weight.
+LAYER = re.compile(r"^\w+(?:\.\d+)?")
 
 
 @dataclass(frozen=True)
 class LookRequest:
-    """A step to look at, and what to find there."""
+    """A step to look at, and where to write the result."""
 
     step: int
-    path: str  # where rank zero writes what it finds, as JSON
-    # Number of a sequence to leave out in a second rehearsal. Number 1 has the highest loss.
+    path: str  # file to which rank zero writes the result as JSON
+    # Number of the sequence to leave out in a second rehearsal. Number 1 has the highest loss. None
+    # if there is no second rehearsal.
     without: int | None
 
 
 def requested_look(train_step: TrainStep) -> Callable[[int], None]:
-    """Return a function to call before each step is trained. It looks at the requested step."""
+    """Return a function to call before each step is trained.
+
+    It looks at the step that the environment asks for, and does nothing at any other step.
+    """
     text = os.environ.get(LOOK)
     return Look(train_step, LookRequest(**json.loads(text))) if text else lambda step: None
 
 
 class Look:
-    """Look at one step."""
+    """Look at the requested step."""
 
     def __init__(self, train_step: TrainStep, request: LookRequest) -> None:
         """
         Raises:
-            ConfigError: The run has no sequences of a text, or too few.
+            ConfigError: The run does not train on sequences of a text, or its batch has fewer
+                sequences than the number to leave out.
         """
         task = train_step.task
         loader = train_step.loader
@@ -62,20 +70,24 @@ class Look:
             raise ConfigError(f"task.name={task.config.task.name} has no sequences of a text")
         size = train_step.plan.batch_size
         check((request.without or 1) <= size, f"without={request.without} must be at most {size}")
+        check(
+            request.without is None or size > 1,
+            f"without={request.without} leaves nothing of a batch of one sequence; leave it out",
+        )
         self.train_step = train_step
         self.request = request
         self.task = task
         self.loader = loader
 
     def __call__(self, step: int) -> None:
-        """Write what is found at the requested step. A collective."""
+        """Look at this step if it is the requested one, and write the result. A collective."""
         request = self.request
         if step != request.step:
             return
         this = self.train_step
         this.runtime.group.set_activity(f"looking at step {step}")
         losses, found = self._rehearse()
-        # NaN, which no number equals, counts as the highest loss.
+        # NaN counts as the highest loss. It is the only number that does not equal itself.
         order = sorted(losses, key=lambda i: (losses[i] == losses[i], -losses[i]))
         if request.without is not None:
             _, found["without"] = self._rehearse(left_out=order[request.without - 1])
@@ -85,18 +97,18 @@ class Look:
         """Run the passes of the step, measure the gradients, and drop them.
 
         Args:
-            left_out: Index of a sequence in the batch that does not count.
+            left_out: Index in the batch of a sequence that does not count. None if all count.
 
         Returns:
-            The loss of each sequence by its index in the batch. Then the mean loss and the gradient
-            norms, before the user's hooks change the gradients.
+            The loss of each sequence by its index in the batch. Then the results for the whole
+            step: the mean loss, and the gradient norms before the user's hooks change gradients.
         """
         this = self.train_step
         losses: dict[int, float] = {}
         n_counted = this.plan.batch_size - (left_out is not None)
 
         def measure(micro: MicroBatch, batch: Any) -> Outputs:
-            """Let the task compute the loss of each sequence from logits of one forward pass."""
+            """Compute the loss of each sequence of a micro-batch from one forward pass."""
             total = torch.zeros((), device=this.runtime.device)
             logits = this.parallel_model(self.task.in_ids_of_model(batch)[0])  # (B, T, V)
             rows = zip(*[each.split(1) for each in (logits, *batch)], strict=True)
@@ -126,7 +138,13 @@ class Look:
         return losses, {"loss": mean, "grad_norm": math.hypot(*norms.values()), "layers": norms}
 
     def _write(self, found: dict[str, Any], losses: dict[int, float], order: list[int]) -> None:
-        """Write what was found, and the sequences in this order."""
+        """Write the result and the sequences.
+
+        Args:
+            found: The results for the whole step. The sequences are added here.
+            losses: Loss of each sequence, by its index in the batch.
+            order: Indices of the sequences, in the order in which they are written.
+        """
         step = self.request.step
         task = self.task
         size = self.train_step.plan.batch_size
@@ -149,7 +167,7 @@ class Look:
 
 
 class _KnownOutput(nn.Module):
-    """Stands for a language model whose logits are known."""
+    """Takes the place of the model if its logits are known, so that a task can compute a loss."""
 
     def __init__(self, logits: Tensor) -> None:
         super().__init__()

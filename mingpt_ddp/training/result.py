@@ -96,7 +96,7 @@ def _finite(value: float) -> float | None:
 
 
 def log_end(run: Run, outcome: TrainingEnd, directory: Path) -> None:
-    """Log what a run has reached, and where it is."""
+    """Log the last step of a run with its losses and time, and the run directory."""
     state = run.state
     task = run.task
     total_s = state.wall_seconds + state.wasted_seconds

@@ -30,7 +30,7 @@ class Known(NamedTuple):
     name: str  # its run.name
     value: float | None = None  # its objective, if it is complete
     failure: str | None = None  # the reason, if the job has failed for good
-    is_needed: bool = True  # False if its sweep is decided without it
+    is_needed: bool = True  # False if the result cannot change a decision of the sweep
 
 
 class Records(ABC):

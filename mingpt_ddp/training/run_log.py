@@ -1,4 +1,4 @@
-"""The records of a run, as main.py keeps them, for a training loop of your own."""
+"""Keep the records of a run for a training loop of your own, as main.py does for its loop."""
 
 import contextlib
 import functools
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 def _unless_complete(record: Callable[P, None]) -> Callable[P, None]:
-    """Let a method of `RunLog` do nothing if the run was complete before."""
+    """Make a method of `RunLog` do nothing if the run was complete when the block began."""
 
     @functools.wraps(record)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -58,8 +58,9 @@ class RunLog:
     """Resume a run and keep its records, in a `with` block around a loop of your own.
 
     The run directory is locked in the block. If the block ends without an error, the last step is
-    saved and result.json says that the run is complete, and if the loop has stopped early. After
-    that, the same script trains and records nothing more. All ranks make the same calls.
+    saved, and result.json says that the run is complete and whether the loop stopped early. If the
+    same script is started after that, it trains and records nothing more. All ranks make the same
+    calls.
     """
 
     def __init__(self, step: TrainStep) -> None:
@@ -68,8 +69,8 @@ class RunLog:
         Raises:
             RunError: Another process trains this run, or the directory cannot be written.
             SnapshotError: There are snapshots, but none that this run can resume from.
-            ConfigError: run.resume=never, which a loop of the user's own cannot do. Another loop
-                has trained the run. The script does not read a word of its command line.
+            ConfigError: run.resume is "never", which only main.py supports; or another loop has
+                trained the run; or the script has ignored a setting on its command line.
         """
         refuse_unread_words(step.task.config)
         check(
@@ -95,16 +96,16 @@ class RunLog:
         logs.to_file(history.directory, env)
         runtime.resume_precision(task.config, snapshot and snapshot.state)
         run = resume(runtime, task, step.loader, step.trainable, history, snapshots, snapshot, code)
-        step.length = run.length  # its state is what the snapshot has restored
+        step.length = run.length  # its state has been restored from the snapshot
         record_start(run, history, job, code)
         self._run = run
         self._step = step
         self._owner = history.owner
         self._observers = Observers(Hooks(runtime.group), open_trackers(run), None, SignalHandler())
         self._lr = 0.0
-        self._begun_save: int | None = None  # step of the last save that has begun
+        self._begun_save: int | None = None  # step of the save that began last
         self._is_evaluating = False
-        self._has_improved = False  # this step is to be saved as the best so far
+        self._has_improved = False  # True until the step with the lowest loss so far is saved
         if run.is_complete:
             env.call_on_rank_zero(lambda: warn_of_edited_code(run.code))
             return
@@ -148,7 +149,7 @@ class RunLog:
 
     @_unless_complete
     def wait_for_staging(self) -> None:
-        """Wait until the last snapshot has copied the weights. Then they may change."""
+        """Wait until the latest snapshot has copied the weights. After that they may change."""
         self._saves.wait_for_staging()
 
     @_unless_complete
@@ -178,7 +179,7 @@ class RunLog:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluate in this context: the model has its averaged weights, if trainer.ema is set.
+        """Evaluate in this context. The model has its averaged weights there if trainer.ema is set.
 
         The time in the context does not count as training time.
         """

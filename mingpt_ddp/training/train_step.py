@@ -27,7 +27,8 @@ from mingpt_ddp.training.trainable import Trainable
 
 log = logging.getLogger(__name__)
 
-Measure: TypeAlias = Callable[[MicroBatch, Any], Outputs]  # takes a micro-batch and its tensors
+# A function of a micro-batch and its tensors on the device. It computes the loss in another way.
+Measure: TypeAlias = Callable[[MicroBatch, Any], Outputs]
 
 
 class TrainStep:
@@ -71,8 +72,8 @@ class TrainStep:
         self.phase = StepPhases(self.strategy)
         self.actions = trainable.actions
         self.actions.watch_passes(self.model)
-        self._step = 0  # of the latest passes
-        self._losses: dict[str, Tensor] = {}  # of the latest passes
+        self._step = 0  # number of the step whose passes ran last
+        self._losses: dict[str, Tensor] = {}  # losses of these passes
 
     @property
     def steps(self) -> int:
@@ -86,8 +87,8 @@ class TrainStep:
         micro-batches add up, and its last backward pass averages them.
 
         Args:
-            step: counts from 1.
-            measure: Takes the place of the task's loss. None to train.
+            step: Number of the step. The first step is 1.
+            measure: Computes the loss instead of the task. None for the task's own loss.
 
         Returns:
             This rank's shares, by name: of the step's mean losses, `loss` and its parts, and of
@@ -165,7 +166,7 @@ class TrainStep:
         """Return the mean losses of a micro-batch, and its metrics.
 
         Args:
-            measure: Takes the place of the task's loss.
+            measure: Computes the loss instead of the task. None for the task's own loss.
 
         Raises:
             CodeError: one of them cannot be averaged.

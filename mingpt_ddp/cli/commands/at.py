@@ -50,7 +50,7 @@ def run(config: AtConfig) -> int:
     from mingpt_ddp.cli.at import look_at, print_look  # imports torch
     from mingpt_ddp.cli.replay import TEMPORARY
 
-    raise_interrupts()  # so that the training ends and its directory is deleted
+    raise_interrupts()  # so that Ctrl-C ends the training and deletes its directory
     with tempfile.TemporaryDirectory(prefix=TEMPORARY) as directory:
         found = look_at(
             config.url,

@@ -31,7 +31,7 @@ SCHEDULES: dict[str | None, type] = dict.fromkeys(
     ("cosine", "linear", "wsd", "constant"), ScheduleConfig
 )
 
-# The schedules whose decay begins after optimizer.decay_from.
+# The schedules that use optimizer.decay_from: their learning rate decays after this step.
 DECAYING = ("cosine", "linear", "wsd")
 
 

@@ -13,7 +13,7 @@ from mingpt_ddp.data.tokenizers.tokenizer import tokenizer_from_state
 from mingpt_ddp.data.tokens.token_files import cut
 from mingpt_ddp.errors import DataError
 
-SUMMED = 1 << 20  # tokens whose sizes are added up together
+SUMMED = 1 << 20  # tokens whose sizes are added up in one call, to bound the memory
 
 
 @dataclass(frozen=True)
@@ -21,18 +21,23 @@ class Origin:
     """A place in a document of the training text."""
 
     file: str
-    document: int  # line, row or object of the file; 0 if the file is the document
-    byte: int  # offset in the document in UTF-8, or in a file of tokens
+    document: int  # number of the line, row or object; 0 if the whole file is one document
+    byte: int  # offset in the document as UTF-8, or in the file if it is a file of tokens
 
 
 def find_origins(
     text: EncodedText, cache: TextCache, starts: Ints, length: int
 ) -> list[list[Origin]]:
-    """Return the origins of windows of the training tokens: one for each document in a window.
+    """Find the documents of windows of the training tokens.
 
     Args:
-        starts: First token of each window.
+        text: The encoded text.
+        cache: The cache that holds the text. A file of tokens is not in it.
+        starts: Position of the first token of each window.
         length: Number of tokens in a window.
+
+    Returns:
+        For each window, the place where it begins, and the start of each further document in it.
 
     Raises:
         DataError: The cache has lost the text since it was opened.
@@ -44,6 +49,7 @@ def find_origins(
     entry = cache.find(directory)
     if entry is None:
         raise DataError(f"the encoded text in {directory} has been deleted; run again")
+    # Rows of first token, file, document and byte, as data/text/encode.py writes them.
     table = np.fromfile(directory / SOURCES, np.int64).reshape(-1, 4)
     tokens = text.memmap()
     sizes = tokenizer_from_state(text.tokenizer).token_sizes
@@ -53,6 +59,7 @@ def find_origins(
         end = int(np.searchsorted(table[:, 0], start + length))
         origins = []
         for token, file, document, byte in table[first:end].tolist():
+            # In the first document, add the bytes between its first token and the window.
             for begin in range(token, start, SUMMED):
                 byte += int(sizes[tokens[begin : min(start, begin + SUMMED)]].sum())
             origins.append(Origin(entry.files[file], document, byte))

@@ -173,8 +173,8 @@ class Strategy:
     def watch_gradients(self, model: nn.Module, take: Callable[[str, Tensor], None]) -> None:
         """Call `take` in each backward pass with the name and the gradient of each parameter.
 
-        It is this rank's gradient of this pass alone: autograd passes it on before it is added to
-        the gradients of other passes, and before it is averaged over ranks.
+        The gradient is that of this rank and this pass alone. Autograd calls `take` before it adds
+        the gradient to those of other passes, and before gradients are averaged over ranks.
         """
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:

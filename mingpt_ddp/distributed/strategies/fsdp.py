@@ -152,8 +152,9 @@ class FSDPStrategy(Strategy):
         return tensors
 
     def watch_gradients(self, model: nn.Module, take: Callable[[str, Tensor], None]) -> None:
-        """Watch the parameters that a module has while it computes: the gathered ones."""
-        watched: dict[int, nn.Parameter] = {}  # by id; torch gathers into the same parameter again
+        """Watch the gathered parameters, which a module has only while it computes."""
+        # By id. Torch gathers into the same parameter in every pass, so each is watched once.
+        watched: dict[int, nn.Parameter] = {}
 
         def watch_gathered(prefix: str, module: nn.Module, inputs: Any) -> None:
             for name, parameter in module.named_parameters(prefix):
@@ -164,7 +165,8 @@ class FSDPStrategy(Strategy):
                         lambda gradient, name=name: take(name, gradient.float())
                     )
 
-        for name, module in model.named_modules():  # torch's own hooks, which gather, come first
+        # The hooks in which torch gathers the parameters were registered before, and run first.
+        for name, module in model.named_modules():
             module.register_forward_pre_hook(partial(watch_gathered, name))
 
     # Every forward pass gathers weights from all ranks, and every backward pass reduces gradients.

@@ -18,16 +18,20 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class SequentialRecord:
-    """The rule of a comparison, the runs of its settings, and what it has decided."""
+    """The rule of a comparison, the runs that count, and the decisions so far.
 
-    settings: list[str]  # labels; the first setting is the reference
-    seeds: list[str]  # as JSON, in the order in which their pairs count
+    The first setting is the reference. Each other setting is compared with it.
+    """
+
+    settings: list[str]  # label of each setting
+    seeds: list[str]  # each seed as JSON text, in the order in which the pairs are tested
     metric: str | None  # sweep.metric
-    care: float | None
-    # Names of the run directories that count, by label and seed.
+    care: float | None  # sweep.care, or care of the command `versions`
+    # Name of the run directory for each label and seed.
     runs: dict[str, dict[str, str]] = field(default_factory=dict)
-    decided: dict[str, list[Pair]] = field(default_factory=dict)  # pairs that decided, by label
-    # JSON values by key that the results of all settings depend on.
+    # The pairs on which each decision rests, by label of the decided setting.
+    decided: dict[str, list[Pair]] = field(default_factory=dict)
+    # Values of the keys, in JSON's types, that all settings share and that change the results.
     fixed: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -48,13 +52,13 @@ class SequentialRecord:
     def pairs(
         self, reference: Mapping[str, float], other: Mapping[str, float]
     ) -> tuple[list[Pair], str | None]:
-        """Pair the costs by seed, up to the first seed that one of the settings lacks.
+        """Pair the costs of two settings by seed, up to the first seed for which one has no cost.
 
         Args:
-            reference, other: Costs by seed as JSON.
+            reference, other: The cost of each seed. The seeds are JSON text, as in `seeds`.
 
         Returns:
-            The pairs, and that seed. None if there are pairs of all seeds.
+            The pairs, and the first seed without a pair. It is None if all seeds have one.
         """
         pairs = list[Pair]()
         for seed in self.seeds:
@@ -66,9 +70,10 @@ class SequentialRecord:
 
 
 def read_sequential(directory: Path) -> SequentialRecord | None:
-    """Read the record in the directory of a comparison. None if its number of seeds was fixed.
+    """Read the record in the directory of a comparison. The file is untrusted.
 
-    The file is untrusted.
+    Returns:
+        None if the directory records no comparison with until=decided, or if it cannot be read.
     """
     values = recorded_until_decided(directory)
     try:
@@ -104,7 +109,10 @@ def _number(value: Any) -> float:
 
 
 class SequentialComparison:
-    """Decides which settings need more seeds. A decision is written before another job starts."""
+    """Decides which settings need more seeds.
+
+    Each decision is written to sweep.json before another job starts.
+    """
 
     def __init__(self, directory: Path, file: SweepFile, rule: SequentialRecord) -> None:
         """Begin a comparison, or go on with the recorded one.
@@ -112,7 +120,7 @@ class SequentialComparison:
         Args:
             directory: Directory that holds the runs.
             file: The sweep file of this directory.
-            rule: A record without runs.
+            rule: A record that has no runs and no decisions yet.
 
         Raises:
             ConfigError: There are too few seeds, or the directory records another rule.
@@ -121,6 +129,7 @@ class SequentialComparison:
         before = read_sequential(directory)
         if before is not None:
             _check_rule(directory, before, rule)
+            rule.seeds = max(before.seeds, rule.seeds, key=len)  # the order of seeds stays
             rule.runs = before.runs
             rule.decided = before.decided
         self.record = rule
@@ -131,26 +140,33 @@ class SequentialComparison:
     def is_needed(self, label: str, failed: Collection[str] = ()) -> bool:
         """Return True if a setting needs more seeds.
 
+        The reference needs more seeds as long as another setting does. If a job of the reference
+        has failed, no setting needs more.
+
         Args:
-            failed: Labels of settings of which a job has failed.
+            label: Label of the setting.
+            failed: Labels of the settings that have a failed job. They need no more seeds.
         """
-        costs = self._costs.items()  # one that is infinite or missing ends its comparison
+        # A result without the metric is infinite. It can decide nothing, like a failed job.
+        costs = self._costs.items()
         failed = {*failed, *(each for each, c in costs if math.inf in map(abs, c.values()))}
-        open_ones = [
+        undecided = [
             each
             for each in self.record.settings[1:]
             if each not in self.record.decided and each not in failed
         ]
         if self.record.reference in failed:
             return False
-        return bool(open_ones) if label == self.record.reference else label in open_ones
+        return bool(undecided) if label == self.record.reference else label in undecided
 
     def add(self, label: str, seed: str, directory: Path, cost: float) -> None:
-        """Count the result of a job, decide what can be decided, and write both down.
+        """Add the result of a job, test the settings that are not decided, and write the record.
 
         Args:
-            seed: As JSON.
-            cost: The objective; lower is better.
+            label: Label of the job's setting.
+            seed: Seed of the job as JSON text.
+            directory: Run directory of the job.
+            cost: The objective of the job as a cost: lower is better.
         """
         self.record.runs.setdefault(label, {})[seed] = directory.name
         self._costs[label][seed] = cost
@@ -160,6 +176,7 @@ class SequentialComparison:
         self._write()
 
     def _decide(self, other: str) -> None:
+        """Record and log a decision about this setting, if its pairs are enough for one."""
         record = self.record
         pairs, _ = record.pairs(self._costs[record.reference], self._costs[other])
         n = record.test.decided_after(pairs)
@@ -168,11 +185,11 @@ class SequentialComparison:
         record.decided[other] = pairs[:n]
         evidence = record.test.evidence(pairs[:n])
         assert evidence is not None
-        what = f"differs from {record.reference} by less than {record.care}"
+        verdict = f"differs from {record.reference} by less than {record.care}"
         if evidence.decision is Decision.DIFFERENT:
             better = "worse" if evidence.difference > 0 else "better"
-            what = f"is {better} than {record.reference}"
-        log.info("decided after %d pairs of seeds: %s %s", n, other, what)
+            verdict = f"is {better} than {record.reference}"
+        log.info("decided after %d pairs of seeds: %s %s", n, other, verdict)
 
     def _write(self) -> None:
         decided = {
@@ -187,10 +204,10 @@ def seeds_as_json(seeds: Sequence[int]) -> list[str]:
 
 
 def check_seeds(rule: SequentialRecord) -> None:
-    """Refuse seeds that are too few to decide anything.
+    """Refuse a rule with too few seeds to decide anything.
 
     Raises:
-        ConfigError: It says how many are needed.
+        ConfigError: The message says how many seeds are needed.
     """
     least = rule.test.least_pairs
     comparisons = len(rule.settings) - 1
@@ -202,10 +219,10 @@ def check_seeds(rule: SequentialRecord) -> None:
 
 
 def _check_rule(directory: Path, before: SequentialRecord, now: SequentialRecord) -> None:
-    """Refuse a rule that differs from the recorded one. Seeds may be added at the end.
+    """Refuse a rule that differs from the recorded one, except for more seeds at the end.
 
     Raises:
-        ConfigError: It names the difference.
+        ConfigError: The message names what differs.
     """
     shorter = min(len(before.seeds), len(now.seeds))
     check(
@@ -213,7 +230,7 @@ def _check_rule(directory: Path, before: SequentialRecord, now: SequentialRecord
         f"{directory} was begun with until=decided and seeds {', '.join(before.seeds)} in this "
         "order; add seeds at the end only",
     )
-    advice = "restore that, or choose another run.name"
+    advice = "restore that, or begin in another directory"
     rules = [
         {"settings": each.settings, "metric": each.metric, "care": each.care, **each.fixed}
         for each in (before, now)

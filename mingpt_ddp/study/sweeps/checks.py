@@ -153,9 +153,10 @@ def check_zip(config: DictConfig, overrides: list[Override]) -> list[str]:
 
 
 def choices(overrides: list[Override], zipped: Sequence[str]) -> list[list[list[str]]]:
-    """Return what a grid combines: for each key, the overrides of each of its values.
+    """Return a list for each key. A job of the grid takes one item of each list.
 
-    Keys of `sweep.zip` stand at the place of the first of them, and vary together.
+    An item is the override of one value. The keys of `sweep.zip` vary together: they share one
+    list, at the place of the first of them, whose items have an override of each of these keys.
     """
     by_key = {override.get_key_element(): expand(override) for override in overrides}
     together = [by_key[key] for key in by_key if key in zipped]
@@ -170,7 +171,7 @@ def choices(overrides: list[Override], zipped: Sequence[str]) -> list[list[list[
 
 
 def is_seed(words: list[list[str]]) -> bool:
-    """Return True for the overrides of run.seed alone, as an item of what `choices` returns."""
+    """Return True if a list that `choices` returned has overrides of run.seed and no other key."""
     return all(len(each) == 1 and hydra_utils.key_of(each[0]) == "run.seed" for each in words)
 
 

@@ -124,7 +124,12 @@ def start_sweep(config: DictConfig, env: DistEnv) -> Sweep:
 def _lock(directory: Path, script: Path | None) -> IO[str]:
     """Lock the directory of a sweep.
 
-    Refuse it if another loop has trained its jobs, or if a link in it leads to another place.
+    Args:
+        script: The script whose own loop trains the jobs. None for the loop of main.py.
+
+    Raises:
+        ConfigError: Another loop has trained a job in it.
+        RunError: A link in it leads to another place, or another process holds the lock.
     """
     for job in directory.glob("*/"):
         refuse_other_loop(job, script)

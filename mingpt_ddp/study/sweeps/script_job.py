@@ -56,7 +56,7 @@ def run_script(job: Job, env: DistEnv, records: Records, started_at: float) -> O
     if received:
         code = 128 + received[-1]
         return Outcome(RunStatus.PREEMPTED, job.directory, exit_code=code, signalled=True)
-    if code != 0 and ended:  # the script has printed this error
+    if code != 0 and ended:  # the script has printed this error already
         failure = Outcome.from_json(ended)
         return replace(failure, directory=job.directory, reporter=Reporter.NOBODY)
     if code != 0:

@@ -89,7 +89,8 @@ def source_of(config: Config, overrides: list[Override], directory: Path, env: D
     metric = [] if is_typed else [f"sweep.metric={hydra_value(config.sweep.metric)}"]
     if not config.sweep.is_search:
         values = choices(overrides, config.sweep.zip or ())
-        if config.sweep.until is not None:  # all settings of a seed, then those of the next one
+        if config.sweep.until is not None:
+            # All settings with the first seed come first, then all settings with the next one.
             values.sort(key=lambda words: not is_seed(words))
         combined = itertools.product(*values)
         jobs = [[*itertools.chain(*job), *metric] for job in combined]

@@ -52,11 +52,12 @@ class Sweep(Records):
     done: dict[int, Path] = field(default_factory=dict)  # directories of ended jobs, by number
     n_done_before: int = 0  # how many jobs of `done` an earlier start completed
     failed: dict[int, str] = field(default_factory=dict)  # labels of failed jobs, by number
-    # Outcomes of the last failed attempts of jobs, by number.
+    # Outcome of the last failed attempt of each job, by the number of the job.
     last_failures: dict[int, Outcome] = field(default_factory=dict)
-    # Of sweep.until=decided, on rank zero. None if all jobs are needed, and on other ranks.
+    # Decides which jobs sweep.until=decided needs. None on other ranks than zero, and if the sweep
+    # needs all its jobs.
     needed_jobs: NeededJobs | None = None
-    not_needed: set[int] = field(default_factory=set)  # numbers of jobs that do not start
+    not_needed: set[int] = field(default_factory=set)  # numbers of jobs that will not start
     # The outcome that ends the sweep before its last job. Then no other job starts.
     stopped: Outcome | None = None
 
@@ -81,7 +82,7 @@ class Sweep(Records):
 
     @property
     def n_ended(self) -> int:
-        """The number of jobs that have ended, or that nobody needs."""
+        """The number of jobs that have ended or will not start, because they are not needed."""
         return len({*self.done, *self.failed, *self.not_needed})
 
     @property
@@ -143,6 +144,7 @@ class Sweep(Records):
         return True
 
     def _count_not_needed(self, number: int, needed_jobs: NeededJobs) -> None:
+        """Count a job that is not needed, as complete if an earlier start has trained it."""
         directory = needed_jobs.directory_of(number)
         if directory is None:
             self.not_needed.add(number)
@@ -152,7 +154,7 @@ class Sweep(Records):
         self.n_done_before += 1
 
     def _is_needed(self, number: int) -> bool:
-        """Return True if a job has to run. False if it is decided what its result would decide."""
+        """Return True if a job has to run. False if its result could not change any decision."""
         return self.needed_jobs is None or self.needed_jobs.is_needed(number, self.failed)
 
     def attempts(self, number: int) -> Iterator[None]:
@@ -173,7 +175,7 @@ class Sweep(Records):
 
     @property
     def batch_size(self) -> int:
-        """The number of jobs that an external launcher gets at a time."""
+        """The number of jobs that an external launcher runs together."""
         if self.needed_jobs is not None:
             return max(1, self.needed_jobs.n_settings(self.failed))
         return int(self.settings.parallel)

@@ -1,4 +1,4 @@
-"""Which jobs of a sweep with sweep.until=decided are still needed."""
+"""Decide which jobs a sweep with sweep.until=decided still needs."""
 
 import itertools
 import json
@@ -24,13 +24,14 @@ from mingpt_ddp.study.sweeps.sources import fixed_values
 
 
 def rule_of(config: Config, overrides: list[Override]) -> SequentialRecord | None:
-    """Return the rule of a sweep with sweep.until=decided. None if it trains all seeds.
+    """Return the rule of a sweep with sweep.until=decided. Return None for any other sweep.
 
     Args:
         config: Configuration of the first job.
+        overrides: Overrides of the sweep, which list the values of each key.
 
     Raises:
-        ConfigError: The sweep has nothing to compare, or too few seeds.
+        ConfigError: The sweep has no run.name, no settings to compare, or too few seeds.
     """
     settings = config.sweep
     if settings.until is None:
@@ -50,7 +51,7 @@ def rule_of(config: Config, overrides: list[Override]) -> SequentialRecord | Non
         "sweep.until=decided pairs the seeds of its settings; list different seeds, as in "
         "run.seed=1,2,3,4,5,6,7,8,9,10,11,12, and leave run.seed out of sweep.zip",
     )
-    # Each varying key of a setting, without the keys that have one value.
+    # A label has the keys in which settings differ: those with several values, without the seed.
     varying = [words for words in values if len(words) > 1 and not is_seed(words)]
     labels = [", ".join(itertools.chain(*words)) for words in itertools.product(*varying)]
     check(
@@ -68,7 +69,10 @@ def rule_of(config: Config, overrides: list[Override]) -> SequentialRecord | Non
 
 
 class NeededJobs:
-    """Decides on rank zero which jobs a sweep still needs. Jobs are numbered seed by seed."""
+    """Decides on rank zero which jobs a sweep still needs.
+
+    The jobs are numbered seed by seed: all settings with the first seed, then all with the second.
+    """
 
     def __init__(self, directory: Path, file: SweepFile, rule: SequentialRecord) -> None:
         """
@@ -79,26 +83,28 @@ class NeededJobs:
         self._comparison = SequentialComparison(directory, file, rule)
 
     def is_needed(self, number: int, failed: Collection[int]) -> bool:
-        """Return True if a job is needed to decide about its setting.
+        """Return True if the setting of a job needs more seeds.
 
         Args:
+            number: Number of the job.
             failed: Numbers of the failed jobs.
         """
         return self._comparison.is_needed(self._label(number), {*map(self._label, failed)})
 
     def n_settings(self, failed: Collection[int]) -> int:
-        """Return the number of settings that need more seeds. Each seed has one job of each."""
-        numbers = range(len(self._comparison.record.settings))
-        return sum(self.is_needed(number, failed) for number in numbers)
+        """Return the number of settings that need more seeds."""
+        # The jobs of the first seed stand for the settings: each setting has one of them.
+        first_jobs = range(len(self._comparison.record.settings))
+        return sum(self.is_needed(number, failed) for number in first_jobs)
 
     def directory_of(self, number: int) -> Path | None:
-        """Return the directory of a job that has counted, or None."""
+        """Return the directory of a job whose result was added, or None if it was not."""
         label, seed = self._label(number), self._seed(number)
         name = self._comparison.record.runs.get(label, {}).get(seed)
         return self._directory / name if name else None
 
     def add(self, number: int, directory: Path) -> None:
-        """Count the result of a job, and write down what it decides."""
+        """Add the result of a job to the comparison, and record what it decides."""
         objective = objective_named(self._comparison.record.metric)
         cost = objective.cost(objective.value(read_result(directory)))
         self._comparison.add(self._label(number), self._seed(number), directory, cost)

@@ -77,8 +77,9 @@ def compare_versions(
         names: Commits, branches or directories. All others are compared with the first.
         words: Words of the train command, the same for all versions.
         required: same_bits, not_worse, or None.
-        until_decided: Stop when each version is decided to be better or worse than the first one.
-        care: A smaller difference is decided too. None if each difference matters.
+        until_decided: Train no more seeds of a version once it is decided that it is better than
+            the first version, or worse, or that the difference is smaller than `care`.
+        care: Smallest difference in the loss that matters. None if every difference matters.
 
     Returns:
         The verdict, and True if it meets the requirement.
@@ -167,7 +168,7 @@ def _lock(directory: Path) -> IO[str]:
 
 
 def _train(jobs: dict[str, list[VersionRun]], comparison: SequentialComparison | None) -> None:
-    """Train the jobs that are not complete. The order alternates by seed: A B, B A, A B ...
+    """Train the jobs that are not complete, seed by seed: A B, B A, A B and so on.
 
     Args:
         jobs: The jobs of each version by its label, one for each seed.
@@ -179,7 +180,9 @@ def _train(jobs: dict[str, list[VersionRun]], comparison: SequentialComparison |
     """
     total = sum(map(len, jobs.values()))
     n_jobs = 0
-    stopped = set[str]()  # labels of versions that need no more seeds, although nothing is decided
+    # Labels of versions that get no more seeds without a decision: they diverged, or have the same
+    # bits as the first version.
+    stopped = set[str]()
     texts = dict[str, Any]()  # recorded SHA-256 of the text, by directory of the version
     rounds = zip(*jobs.values(), strict=True)
     for i, jobs_of_seed in enumerate(rounds):
@@ -216,8 +219,11 @@ def _train(jobs: dict[str, list[VersionRun]], comparison: SequentialComparison |
 def _complete(job: VersionRun, title: str) -> None:
     """Train a job if it is not complete.
 
+    Args:
+        title: Number of the job, for the lines that are printed.
+
     Raises:
-        UserError: It has failed, or is still not complete.
+        UserError: The job has failed, or is still not complete.
     """
     if job.result.get("status") != RunStatus.COMPLETE:
         job.version.check_unchanged()
@@ -231,6 +237,7 @@ def _complete(job: VersionRun, title: str) -> None:
 
 
 def _has_diverged(job: VersionRun) -> bool:
+    """Return True if the loss of a job is not finite."""
     if not is_run(job.directory):  # it failed before it began
         return False
     return any(record.status == DIVERGED for record in read_jobs([job.directory]))
@@ -239,7 +246,10 @@ def _has_diverged(job: VersionRun) -> bool:
 def _with_same_bits(
     jobs: dict[str, list[VersionRun]], comparison: SequentialComparison
 ) -> set[str]:
-    """Return the labels of versions whose first MIN_PAIRS jobs end with the bits of the first."""
+    """Return the labels of versions that end with the same bits as the first version.
+
+    The first MIN_PAIRS jobs of each version are compared.
+    """
     first = comparison.record.reference
     labels = [label for label in jobs if comparison.is_needed(label)]
     digests = _digests({label: jobs[label][:MIN_PAIRS] for label in labels})
@@ -256,7 +266,7 @@ def _check_code(job: VersionRun) -> None:
     Files of the user outside of the version, such as a library, must not have changed either.
 
     Raises:
-        RunError: It was trained by other code.
+        RunError: The job was trained by other code.
     """
     code = recorded_code(job.result)
     if not code:  # trained by an earlier version of the package, which recorded no code
@@ -290,9 +300,9 @@ def _check_config(job: VersionRun) -> None:
         return
     changes = difference(job.config, recorded, WORDS_OF_A_JOB)
     if changes or any(directory.glob("config.*.yaml")):
-        what = "; ".join(changes) or "it has config.2.yaml"
+        change = "; ".join(changes) or "it has config.2.yaml"
         raise RunError(
-            f"{directory} was not trained with the configuration of {job.version.name} ({what}): "
+            f"{directory} was not trained with the configuration of {job.version.name} ({change}): "
             "files of that have changed since; delete the directory, or compare commits"
         )
 
@@ -332,7 +342,7 @@ def _digests(jobs: dict[str, list[VersionRun]]) -> dict[Path, str]:
     digests = {}
     for job in itertools.chain(*jobs.values()):
         if job.result.get("status") != RunStatus.COMPLETE:
-            continue  # it was not needed
+            continue  # a job that was not needed, or has diverged
         hashes = hash_snapshot(load(str(job.directory), WEIGHT_KINDS))
         digests[job.directory] = json.dumps(hashes)
     return digests

@@ -32,7 +32,8 @@ from mingpt_ddp.training.evaluation.evaluator import means_of_ranks
 from mingpt_ddp.training.hooks.micro_batches import Measured, OwnGradients, as_numbers, stack
 
 log = logging.getLogger(__name__)
-ARGUMENTS = {  # of a hook, by its event
+# The arguments of a hook, by its event.
+ARGUMENTS = {
     "gradients": ("step", "gradients"),
     "update": ("step", "weights"),
     "evaluation": ("evaluation",),
@@ -51,7 +52,8 @@ class Action:
     def new(cls, key: str, registered: Any) -> "Action":
         """
         Args:
-            key: of the registry, which begins with the event.
+            key: Key in the registry. It begins with the event.
+            registered: The function or class that the user has registered.
         """
         hook = registered() if isinstance(registered, type) else registered
         return cls(key.split()[0], registered, hook)
@@ -62,7 +64,7 @@ class Action:
 
     @property
     def measures(self) -> bool:
-        """Return True if it measures the gradients of each micro-batch."""
+        """True if the hook measures the gradients of each micro-batch."""
         return self.has_state and hasattr(self.registered, "micro_batch")
 
     @property
@@ -71,22 +73,22 @@ class Action:
 
     @property
     def name(self) -> str:
-        """What a snapshot calls it: another file or another version of it may have the hook."""
+        """Name of the hook in a snapshot. It stays if the hook moves to another file or line."""
         return f"{self.event} {self.registered.__qualname__}"
 
     @property
     def label(self) -> str:
-        """What a message calls it."""
+        """Name of the hook in error messages, with its file and line."""
         function = self.registered.__call__ if self.has_state else self.registered
         code = getattr(inspect.unwrap(function), "__code__", None)
         where = f"{relative_path(Path(code.co_filename))}:{code.co_firstlineno}: " if code else ""
         return f"{where}{self.registered.__qualname__} of @acts({self.event!r})"
 
     def state(self) -> dict[str, Tensor]:
-        """Return the tensors of its state in a snapshot; {} without one.
+        """Return the state of the hook as tensors of a snapshot. Return {} if it has no state.
 
         Raises:
-            CodeError: it cannot be saved.
+            CodeError: The state cannot be saved.
         """
         if not self.has_state:
             return {}
@@ -97,6 +99,7 @@ class Action:
             raise CodeError(f"{self.label}: {error.args[0]}") from error
 
 
+# Called with the event, the hook, the arguments of the event and the metrics of the hook.
 Watch = Callable[[str, Action | None, tuple[Any, ...], dict[str, Mean]], None]
 
 
@@ -111,10 +114,10 @@ class Actions:
     ) -> None:
         """
         Args:
-            registered: of the registry; None: all.
+            registered: Keys and hooks of the registry. None for all of them.
 
         Raises:
-            CodeError: a hook takes other arguments, or two with state have the same name.
+            CodeError: A hook takes other arguments, or two hooks with state have the same name.
         """
         self.config = config
         self.runtime = runtime
@@ -148,11 +151,11 @@ class Actions:
 
     @property
     def have_state(self) -> bool:
-        """Return whether a hook of this run has state."""
+        """True if a hook of this run has state."""
         return any(action.has_state for action in self.actions)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state of all hooks, the same on every rank, as a snapshot names it."""
+        """Return the state of all hooks as tensors of a snapshot. It is the same on every rank."""
         tensors: dict[str, Tensor] = {}
         for action in self.actions:
             tensors |= action.state()
@@ -185,13 +188,13 @@ class Actions:
         return {HOOKS: tensors}
 
     def load(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Make new instances of the hooks; load the state of each from a snapshot.
+        """Make new instances of the hooks, and load the state of each from a snapshot.
 
         Returns:
-            What a log should say: hooks without a state there, and states without a hook.
+            Lines for the log: hooks without a state in the snapshot, and states without a hook.
 
         Raises:
-            SnapshotError: it is not the state of hooks.
+            SnapshotError: The tensors are not the state of hooks.
             CodeError: `load_state_dict` raises an exception.
         """
         states = unpack_states(tensors, self.runtime.device)
@@ -210,30 +213,33 @@ class Actions:
         return notes
 
     def discard(self) -> None:
-        """Return to the state before the latest step."""
+        """Return the hooks to their state before the latest step."""
         if self._before is not None:
             self.load(self._before)
         else:
             self._is_lost = self.have_state
 
     def _keep(self) -> None:
-        """Keep a copy of the state, unless a discarded step ends the run.
+        """Keep a copy of the state, for a step that may be discarded.
+
+        No copy is kept if a step that fails ends the run.
 
         Raises:
-            ConfigError: a step was discarded without one.
+            ConfigError: A step was discarded although no copy was kept.
         """
         if self._is_lost:
             raise ConfigError(
                 "TrainStep.discard with a hook that has state needs trainer.on_nonfinite=skip"
             )
         policy = self.config.trainer.on_nonfinite
-        if policy != "stop" or self.runtime.scaler.is_enabled():  # which skips steps by itself
+        # The gradient scaler of fp16 discards steps under any policy.
+        if policy != "stop" or self.runtime.scaler.is_enabled():
             self._before = {name: tensor.clone() for name, tensor in self.state().items()}
 
     # Calls.
 
     def watch_passes(self, model: nn.Module) -> None:
-        """Take the gradients of each backward pass of a model, if a hook measures them."""
+        """Prepare to hold the gradients of each backward pass, if a hook measures them."""
         if any(action.measures for action in self.actions):
             self._own_gradients = OwnGradients(self.runtime.strategy, model)
 
@@ -248,13 +254,14 @@ class Actions:
         """Let the hooks measure the gradients of a micro-batch, after its backward pass.
 
         Args:
-            loss: The mean loss of the micro-batch.
+            micro: The micro-batch.
+            loss: Mean loss of the micro-batch.
 
         Raises:
             CodeError: A hook raises an exception.
         """
-        if self._own_gradients is None or not micro.scale:  # a repeated micro-batch
-            return
+        if self._own_gradients is None or not micro.scale:
+            return  # nothing to measure, or a repeated micro-batch that does not count
         scale = self.runtime.scaler.scale(torch.full_like(loss, micro.scale))
         for action in self.actions:
             if action.measures:
@@ -323,7 +330,7 @@ class Actions:
         """Return the means of the hooks' metrics over all ranks. A collective.
 
         Args:
-            taken: names of the task's metrics.
+            taken: Names of the task's metrics. A hook must not return one of these names.
 
         Raises:
             CodeError: A hook raises an exception, or returns something that is not a metric, or a
@@ -352,7 +359,8 @@ class Actions:
         """Call the hooks of an event, each with random numbers of its own. Return their metrics.
 
         Args:
-            taken: Names of other metrics.
+            taken: Names of other metrics. A hook must not return one of these names.
+            values: Arguments of the hooks.
 
         Raises:
             CodeError: A hook raises an exception, or returns something that is not a metric, or a
@@ -378,7 +386,8 @@ class Actions:
     def _call_measuring(self, action: Action, step: int) -> Any:
         """Call a hook with whole gradients and the measurements of all micro-batches.
 
-        A collective. If a rank holds only its rows of the gradients, these get the hook's changes.
+        A collective. With fsdp each rank holds only some rows of each gradient. The hook then gets
+        a gathered copy, and the rank copies its rows back, with the changes of the hook.
         """
         assert self._own_gradients is not None
         gradients = gradients_of(self._own_gradients.model)
@@ -397,7 +406,8 @@ class Actions:
         """Call a function of a hook, with random numbers of its own.
 
         Args:
-            key: Of the random numbers, beside the name of the hook and the seed of the run.
+            key: Seeds the random numbers, with the name of the hook and the seed of the run.
+            values: Arguments of the function.
         """
         group = self.runtime.group
         before = group.heartbeat
@@ -416,16 +426,19 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _rows(tensor: Tensor, begin: int, end: int) -> Tensor:
+    """Return the rows begin .. end - 1."""
     return tensor[begin:end]
 
 
 def refuse_unfit_hooks(strategy: Strategy) -> None:
-    """Refuse hooks with state if no rank holds all weights, and others that a strategy cannot call.
+    """Refuse hooks that do not work with a strategy.
 
-    A hook that measures micro-batches gets whole gradients also if each rank holds rows of them.
+    A hook with state needs all weights on every rank. A hook that measures micro-batches gets
+    gathered gradients, so it may have state even if each rank holds only rows. It cannot work with
+    synchronized batch normalization.
 
     Raises:
-        ConfigError: The message names a hook.
+        ConfigError: A hook does not work. The message names it.
     """
     for key, registered in BUILDERS["action"].items():
         action = Action(key.split()[0], registered, registered)

@@ -10,11 +10,16 @@ from torch import Tensor, nn
 from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.errors import CodeError
 
-Measured = dict[str, Any]  # what a hook has measured of a micro-batch, as numbers and nested lists
+# What the method `micro_batch` of a hook has returned, as numbers and nested lists by name.
+Measured = dict[str, Any]
 
 
 class OwnGradients:
-    """Hold the gradients of one backward pass. The sums of gradients keep their order and bits."""
+    """Holds the gradients of one backward pass alone.
+
+    It only watches: autograd adds up the gradients of several passes in the same order as without
+    it, and the sums have the same bits.
+    """
 
     def __init__(self, strategy: Strategy, model: nn.Module) -> None:
         self.model = model
@@ -22,7 +27,7 @@ class OwnGradients:
         strategy.watch_gradients(model, self._take)
 
     def _take(self, name: str, gradient: Tensor) -> None:
-        if name in self._gradients:  # a reentrant checkpoint gives a gradient in several pieces
+        if name in self._gradients:  # a reentrant checkpoint computes a gradient in several parts
             gradient = self._gradients[name] + gradient
         self._gradients[name] = gradient
 
@@ -31,7 +36,7 @@ class OwnGradients:
         self._gradients.clear()
 
     def divided_by(self, scale: Tensor) -> dict[str, Tensor]:
-        """Return new tensors that hold the gradients divided by a number, by parameter."""
+        """Return the gradients divided by a number, as new tensors by name of the parameter."""
         return {name: g / scale.to(g.device) for name, g in self._gradients.items()}
 
 
@@ -39,10 +44,11 @@ def as_numbers(measured: Any, label: str) -> Measured:
     """Return the tensors that a hook has measured as numbers and nested lists.
 
     Args:
-        label: Names the hook in a message.
+        measured: What the method `micro_batch` has returned.
+        label: Name of the hook in error messages.
 
     Raises:
-        CodeError: It is not a dictionary of tensors or numbers.
+        CodeError: The hook has not returned a dictionary of tensors or numbers.
     """
     try:
         return {
@@ -56,11 +62,14 @@ def as_numbers(measured: Any, label: str) -> Measured:
 
 
 def stack(by_rank: Sequence[Sequence[Measured]], label: str) -> dict[str, Tensor]:
-    """Return one tensor (n_micro, ...) by name, in the order of the micro-batches.
+    """Stack the measurements of all micro-batches, in the order of the micro-batches.
 
     Args:
         by_rank: The measurements of each rank. Micro-batch j has run on rank j mod world size.
-        label: Names the hook in a message.
+        label: Name of the hook in error messages.
+
+    Returns:
+        A tensor (n_micro, ...) for each name.
 
     Raises:
         CodeError: Names or shapes differ between micro-batches.

@@ -85,7 +85,7 @@ class Inputs:
 class History:
     """The run directory and the records that earlier attempts have left there.
 
-    Ranks other than zero do not know the lock and the end.
+    On ranks other than zero, `owner` and `end` are None.
     """
 
     directory: Path
@@ -319,14 +319,14 @@ def _last_evaluation(end: HistoryEnd | None, step: int) -> dict[str, float]:
 
 
 def _script_has_ended(directory: Path, config: Config, step: int) -> bool:
-    """Return True if a script's loop has ended at this step, perhaps before the last one."""
+    """Return True if the loop of a script has ended the run at this step, on time or early."""
     result = read_result(directory)
     recorded = recorded_config(directory) or {}
     return result.get("step") == step and has_ended(result, recorded, config)
 
 
 def _is_complete(length: RunLength, end: HistoryEnd | None, group: ProcessGroup) -> bool:
-    """Return whether there is nothing to train, nor to evaluate at the end.
+    """Return True if there is nothing left to train, and nothing to evaluate at the end.
 
     A kill after the last snapshot leaves metrics.jsonl without the end of the run.
     """

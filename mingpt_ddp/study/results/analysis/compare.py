@@ -48,13 +48,13 @@ class Setting(Group):
 
 @dataclass(frozen=True)
 class SequentialVerdict:
-    """What a comparison with until=decided has found."""
+    """The result of a comparison with until=decided, beside the difference itself."""
 
     decision: Decision
-    pairs: int  # the pairs of seeds that count
-    planned: int
-    care: float | None
-    comparisons: int  # all comparisons with the same reference, for which p is corrected
+    pairs: int  # number of pairs of seeds that were tested
+    planned: int  # number of pairs if all seeds are trained
+    care: float | None  # smallest difference that matters to the user
+    comparisons: int  # number of settings compared with the reference; p is corrected for all
 
 
 @dataclass
@@ -130,8 +130,8 @@ def compare(settings: Sequence[Setting]) -> list[Comparison]:
 
     Returns:
         A comparison for each other setting. The list is empty if no setting has a mean over two
-        seeds. Settings of a comparison with until=decided are compared with its reference, by its
-        recorded decisions.
+        seeds. If the settings were trained with until=decided, they are compared with the first
+        setting of their sweep instead, and the recorded decisions count.
     """
     if (comparisons := _recorded(settings)) is not None:
         return comparisons
@@ -164,9 +164,11 @@ def _compare(reference: Setting, settings: Sequence[Setting], tests: int) -> lis
 
 
 def _recorded(settings: Sequence[Setting]) -> list[Comparison] | None:
-    """Compare the settings of one comparison with until=decided.
+    """Compare settings that were trained with until=decided, by their recorded decisions.
 
-    Return None if the settings belong to none or to several, or if the reference is not among them.
+    Returns:
+        None if the settings do not all belong to one such comparison, if its reference is not among
+        them, or if they are ranked by another metric than the recorded one.
     """
     record = next(filter(None, map(_record_of, settings)), None)
     parents = {job.directory.parent for setting in settings for job in setting.jobs}
@@ -189,7 +191,7 @@ def _recorded(settings: Sequence[Setting]) -> list[Comparison] | None:
 
 
 def _record_of(setting: Setting) -> SequentialRecord | None:
-    """Return the record of the comparison with until=decided to which a setting belongs."""
+    """Return the record of until=decided that names the runs of a setting, or None."""
     for parent in dict.fromkeys(job.directory.parent for job in setting.jobs):
         record = read_sequential(parent)
         if record and _label_in(record, setting):
@@ -198,7 +200,7 @@ def _record_of(setting: Setting) -> SequentialRecord | None:
 
 
 def _label_in(record: SequentialRecord, setting: Setting) -> str | None:
-    """Return the label that a record has for a setting, or None if it has none."""
+    """Return the label of a setting in a record, or None if the record has none of its runs."""
     labels = (record.setting_of(job.directory) for job in setting.jobs)
     return next(filter(None, labels), None)
 
@@ -206,7 +208,7 @@ def _label_in(record: SequentialRecord, setting: Setting) -> str | None:
 def _sequential(
     record: SequentialRecord, label: str | None, reference: Setting, other: Setting
 ) -> Comparison:
-    """Compare a setting with the reference by the recorded decision, or by the pairs so far."""
+    """Compare a setting with the reference on the pairs that decided, or on all pairs so far."""
     pairs, missing = record.pairs(reference.costs, other.costs)
     why = None
     for setting in (reference, other):
@@ -215,6 +217,8 @@ def _sequential(
     if label in record.decided:
         pairs, why = record.decided[label], None
     evidence = record.test.evidence(pairs)
+    if evidence is None and len(pairs) > 1 and why is None:
+        why = "the difference is the same with each seed, which says nothing about chance"
     decision = Decision.UNDECIDED if evidence is None else evidence.decision
     verdict = SequentialVerdict(
         decision, len(pairs), len(record.seeds), record.care, record.test.comparisons

@@ -225,7 +225,7 @@ def _order_notes(settings: list[Setting], comparisons: list[Comparison]) -> list
 
 
 def _tests(settings: list[Setting], comparisons: list[Comparison]) -> int:
-    """Return the number of tests for which p is corrected."""
+    """Return the number of tests for which the p-values are corrected."""
     if comparisons and (first := comparisons[0].sequential):
         return first.comparisons
     return pairs_of(settings)

@@ -42,7 +42,8 @@ class Against:
         if self.is_equal:
             return False
         comparison = self.comparison
-        return comparison.difference is None or comparison.better is self.first
+        is_unknown = comparison.difference is None or comparison.why is not None
+        return is_unknown or comparison.better is self.first
 
     @property
     def sentences(self) -> list[str]:
@@ -54,7 +55,8 @@ class Against:
         seeds = grouped(self.bits, self.bits.__getitem__)
         bits = "; ".join(f"{verdict} with seed {', '.join(seeds[verdict])}" for verdict in seeds)
         speeds = f"a step {_shown(self.speed(_step_ms))}, the whole {_shown(self.speed(_seconds))}"
-        return [quality, f"{names}, speed: {speeds}", f"{names}: {bits}"]
+        said = [quality, f"{names}, speed: {speeds}"]
+        return [*said, f"{names}: {bits}"] if bits else said
 
     def numbers(self) -> dict[str, Any]:
         """Return speeds and bits as JSON's types."""

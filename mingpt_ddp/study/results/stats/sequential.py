@@ -1,9 +1,10 @@
-"""A test of paired differences that may be looked at after every pair.
+"""A test of paired differences that stays valid if you look at its result after every pair.
 
-Its evidence against "no difference" is an e-value: a number whose chance of ever reaching 1 / L is
-at most L if there is no difference, however often one looks. It is the Bayes factor of the t-test
-with a normal prior, of variance 1, on the difference in standard deviations: Pérez-Ortiz, Lardy,
-de Heide, Grünwald, *E-statistics, group invariance and anytime-valid testing*, 2022.
+It measures the evidence for a difference as an e-value. If there is no difference, the e-value ever
+reaches 1 / L with a chance of at most L, however often you look. Here the e-value is a Bayes factor
+of the t-test. Its prior on the effect size (the mean difference in standard deviations of the
+differences) is normal, with variance 1. Source: Pérez-Ortiz, Lardy, de Heide, Grünwald,
+*E-statistics, group invariance and anytime-valid testing*, 2022.
 """
 
 import math
@@ -16,7 +17,7 @@ from mingpt_ddp.study.results.stats.significance import LEVEL, ROUNDING
 
 
 class Decision(str, Enum):
-    """What a sequential test has decided about another setting and its reference."""
+    """The result of a sequential test that compares a setting with the reference."""
 
     DIFFERENT = "different"
     SMALLER = "smaller"  # the difference is smaller than the user cares about
@@ -37,32 +38,36 @@ class Pair:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What some pairs say."""
+    """The result of a sequential test after some pairs."""
 
     decision: Decision
-    difference: float  # the mean of other - reference
-    low: float  # lower end of the interval of differences that are not rejected
+    difference: float  # mean of other - reference
+    # Ends of the confidence interval of the mean difference, corrected for all comparisons.
+    low: float
     high: float
-    p: float  # 1 / e times the number of comparisons, at most 1
+    p: float  # the number of comparisons over the e-value, at most 1
 
 
 @dataclass(frozen=True)
 class SequentialTest:
-    """A rule that is fixed before the first pair."""
+    """The rule that decides a comparison. It is fixed before the first pair."""
 
-    comparisons: int  # all of them together are wrong with a chance of 1 - CONFIDENCE at most
-    care: float | None = None  # a smaller difference does not matter; None if each one does
+    # Number of settings compared with the reference. The chance that any of these comparisons is
+    # wrong is at most LEVEL.
+    comparisons: int
+    # Smallest difference that the user cares about. None if every difference matters.
+    care: float | None = None
 
     @property
     def log_threshold(self) -> float:
-        """The logarithm of the e-value that decides."""
+        """The logarithm of the e-value at which the settings count as different."""
         return math.log(self.comparisons / LEVEL)
 
     @property
     def least_pairs(self) -> int:
-        """The number of pairs without which no difference can be decided, however large.
+        """The smallest number of pairs that can show a difference, however large it is.
 
-        With n pairs, e is at most (1 + n) ** ((n - 1) / 2).
+        The e-value of n pairs is at most (1 + n) ** ((n - 1) / 2).
         """
         n = 2
         while (n - 1) / 2 * math.log1p(n) < self.log_threshold:
@@ -70,7 +75,11 @@ class SequentialTest:
         return n
 
     def evidence(self, pairs: Sequence[Pair]) -> Evidence | None:
-        """Return what the pairs say. None if they vary by rounding alone, or if there is one."""
+        """Test these pairs.
+
+        Returns:
+            None if there are fewer than two pairs, or if their differences vary only by rounding.
+        """
         n = len(pairs)
         if n < 2:
             return None
@@ -81,18 +90,18 @@ class SequentialTest:
         if deviation <= rounding:
             return None
         log_e = _log_e(n, n * (mean / deviation) ** 2)
-        half = self._widest_t(n) * deviation / math.sqrt(n)
-        is_small = self.care is not None and abs(mean) + half < self.care
+        half_width = self._largest_undecided_t(n) * deviation / math.sqrt(n)
+        is_small = self.care is not None and abs(mean) + half_width < self.care
         decision = Decision.SMALLER if is_small else Decision.UNDECIDED
         if log_e >= self.log_threshold:
             decision = Decision.DIFFERENT
         p = min(1.0, self.comparisons * math.exp(-max(log_e, 0.0)))
-        return Evidence(decision, mean, mean - half, mean + half, p)
+        return Evidence(decision, mean, mean - half_width, mean + half_width, p)
 
     def decided_after(self, pairs: Sequence[Pair]) -> int | None:
-        """Return the number of pairs after which the test decides first. None if it does not.
+        """Return the number of pairs after which the test first decides. None if it never does.
 
-        Later pairs do not count: the order of the pairs is fixed before the first one.
+        Pairs after the decision do not count. The order of the pairs is fixed before the first one.
         """
         for n in range(2, len(pairs) + 1):
             evidence = self.evidence(pairs[:n])
@@ -100,8 +109,11 @@ class SequentialTest:
                 return n
         return None
 
-    def _widest_t(self, n: int) -> float:
-        """Return the largest t of n pairs that does not decide. Infinite if none does."""
+    def _largest_undecided_t(self, n: int) -> float:
+        """Return the paired t of n pairs at which the e-value reaches the threshold.
+
+        Return infinity if the e-value of n pairs stays below the threshold for every t.
+        """
         ratio = math.exp(2 / n * (self.log_threshold + math.log1p(n) / 2))
         if ratio >= 1 + n:
             return math.inf
@@ -110,6 +122,6 @@ class SequentialTest:
 
 def _log_e(n: int, t_squared: float) -> float:
     """Return the logarithm of the e-value of n pairs, from the square of their paired t."""
-    freedom = n - 1
-    fits = math.log1p(t_squared / freedom) - math.log1p(t_squared / (freedom * (1 + n)))
-    return (n * fits - math.log1p(n)) / 2
+    degrees = n - 1  # degrees of freedom
+    log_ratio = math.log1p(t_squared / degrees) - math.log1p(t_squared / (degrees * (1 + n)))
+    return (n * log_ratio - math.log1p(n)) / 2

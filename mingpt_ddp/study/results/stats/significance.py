@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 
 from mingpt_ddp.study.results.stats.intervals import CONFIDENCE
 
-LEVEL = 1 - CONFIDENCE  # how often settings without a difference may be called different
+# The chance with which two settings may be called different although they are not.
+LEVEL = 1 - CONFIDENCE
 MIN_PAIRS = 3
 PAIRED = "paired t"
 SEQUENTIAL = "sequential"
-# Relative to the values: a smaller spread is rounding, and no measure of chance.
+# A spread below this share of the largest value is rounding. It says nothing about chance.
 ROUNDING = 1e-12
 Values = Mapping[str, float]  # the values of a setting, by seed
 
