@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 
 import pytest
@@ -116,3 +117,23 @@ def test_what_cannot_be_said_is_no_proof_of_being_not_worse(tmp_path, a, b, why)
     (found,), _, lines = judge(setting(tmp_path / "a", a), setting(tmp_path / "b", b))
     assert any(line.startswith(f"nothing can be said of b against a: {why}") for line in lines)
     assert found.is_worse
+
+
+def test_a_version_that_diverges_until_decided_is_not_called_not_worse(tmp_path):
+    """Five pairs have an interval, but the comparison has ended without a decision."""
+    losses = {"a": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], "b": [1.1, 1.9, 3.2, 3.9, 5.1, math.nan]}
+    runs = {}
+    for name, each in losses.items():
+        runs[name] = {str(seed): f"{name},run.seed={seed}" for seed in range(1, 7)}
+        for seed, loss in enumerate(each, 1):
+            fake_run(tmp_path / runs[name][str(seed)], {"run.seed": seed}, val_loss=loss)
+    record = {"settings": ["a", "b"], "seeds": [*map(str, range(1, 13))], "metric": None}
+    record |= {"care": None, "runs": runs, "decided": {}}
+    (tmp_path / "sweep.json").write_text(json.dumps({"until_decided": record}))
+    settings = []
+    for name in losses:
+        jobs = read_jobs([tmp_path / directory for directory in runs[name].values()])
+        settings.append(Setting(jobs, jobs[0].config, name))
+    (found,), _, lines = judge(*settings)
+    assert found.comparison.difference is not None and found.is_worse
+    assert any("not decided between" in line and "seed 6 of b diverged" in line for line in lines)

@@ -97,7 +97,7 @@ def test_a_result_without_the_metric_ends_the_comparisons_of_its_setting(tmp_pat
 def test_seeds_may_be_added_at_the_end_only(tmp_path):
     start(tmp_path)
     start(tmp_path, [*SEEDS, "13"])
-    start(tmp_path, SEEDS[:5])
+    start(tmp_path, SEEDS[:6])
     assert read_sequential(tmp_path).seeds == [*SEEDS, "13"], "the order of seeds stays"
     for seeds, care in ((["2", "1", *SEEDS[2:]], None), (SEEDS, 0.1)):
         with pytest.raises(ConfigError, match="was begun with until=decided"):
