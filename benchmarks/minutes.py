@@ -7,7 +7,7 @@ and ends the loops. Other programs disturb the measurement: look at the load tha
 
 For each run the script prints the time of a step in each fifth of the run. It also prints how long
 the run would have taken if it had fixed its number of steps earlier, from the mean time of steps 3
-to 100, where the warm-up ends.
+to 20.
 
     MINGPT_SHAKESPEARE=input.txt python benchmarks/minutes.py
     MINGPT_SHAKESPEARE=input.txt python benchmarks/minutes.py --minutes 5 --ways quiet
@@ -35,12 +35,11 @@ SETTINGS = [
     "trainer.device=cpu",
     "trainer.eval_every=null",
     "trainer.log_every=1",  # metrics.jsonl then has the time of each step
-    "optimizer.warmup_steps=100",
     "run.name=run",
     "run.resume=never",
 ]
-# Steps 3 to 100: the first two are slower, and the warm-up of SETTINGS has 100.
-FIRST = slice(2, 100)
+# Steps 3 to 20: the first two are slower.
+FIRST = slice(2, 20)
 # End a run that takes longer than LONGEST times its minutes plus START_S seconds for its start.
 LONGEST = 20.0
 START_S = 120.0
