@@ -253,7 +253,8 @@ def changes(recorded: RecordedRun, interval: Interval, directory: Path) -> list[
             values["optimizer.decay_from"] = paced_at or state["steps"]
     if text := recorded_text(state):
         values["data.verify"] = "always"
-        values["data.sha256"] = text.sha256
+        if state["config"]["data"].get("sources") is None:  # each source has a hash of its own
+            values["data.sha256"] = text.sha256
     if state["config"]["ddp"].get("strategy") == "single":
         values["ddp.strategy"] = "auto"
     return [*QUIET, *(f"{key}={hydra_value(value)}" for key, value in values.items())]

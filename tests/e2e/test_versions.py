@@ -65,7 +65,9 @@ def test_killed_between_two_jobs_it_goes_on_and_says_what_the_change_does(tmp_pa
         for seed, name in zip("1122", ["1-HEAD", "2-.", "2-.", "1-HEAD"], strict=True)
     ]
     # The losses and the times of the jobs have the format of a report.
-    assert re.search(r"^job 4: validation loss \d\.\d{4} after \d:\d\d:\d\d$", done.stderr, re.M)
+    assert re.search(
+        r"^job 4 of 4: validation loss \d\.\d{4} after \d:\d\d:\d\d$", done.stderr, re.M
+    )
     table, (better, speed, bits, where, unmet) = (
         done.stdout.splitlines()[:3],
         done.stdout.splitlines()[-5:],

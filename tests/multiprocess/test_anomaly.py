@@ -76,7 +76,7 @@ def inject_anomaly(kind: str, steps: list[int], once: bool = False) -> None:
     at = {"step": 0, "micro": 0}
     step_forward, forward = train_step.TrainStep.forward, GPT.forward
 
-    def record_position(self, step, micro):
+    def record_position(self, step, micro, measure=None):
         at.update(step=step, micro=micro.index)
         return step_forward(self, step, micro)
 

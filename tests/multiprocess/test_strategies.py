@@ -117,7 +117,7 @@ def break_step(step: int) -> None:
 
     forward = TrainStep.forward
 
-    def broken(self, number, micro):
+    def broken(self, number, micro, measure=None):
         factor = torch.nan if (number, micro.index) == (step, 1) else 1.0
         outputs = forward(self, number, micro)
         return Outputs({name: loss * factor for name, loss in outputs.losses.items()}, {})
