@@ -87,7 +87,7 @@ def look_at(
         repeated, here = {}, interval.state
     check(result.exists(), f"step={target}: the run has skipped this step after a rollback")
     expected, difference = expected_hashes(recorded, interval)
-    is_damaged = difference is not None
+    is_damaged = bool(difference)
     difference = difference or find_other_hash(interval, expected, repeated)
     norms = _norms(logged, interval)
     changed_norms = norms - _norms(_read_metrics(directory / REPLAY_RUN_NAME), interval)
