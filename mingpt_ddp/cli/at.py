@@ -83,7 +83,7 @@ def look_at(
     except TrainingError:
         if not result.exists():
             raise
-        # The validation loss after the step is not finite: there is no snapshot to compare.
+        # The validation loss after the step is not finite, so the repeated run saved no snapshot.
         repeated, here = {}, interval.state
     check(result.exists(), f"step={target}: the run has skipped this step after a rollback")
     expected, difference = expected_hashes(recorded, interval)
@@ -112,7 +112,7 @@ def look_at(
 
 
 def _read_metrics(directory: Path) -> dict[int, Record]:
-    """Return the logged metrics of each step. Return {} if there is no log."""
+    """Return the logged metrics of each step, or {} if the run has no log."""
     with contextlib.suppress(OSError):
         return read_history(directory / METRICS).by_step()
     return {}

@@ -134,7 +134,7 @@ def choose_interval(recorded: RecordedRun, steps: int, words: list[str]) -> Inte
         words: More words of the command line that trains.
 
     Raises:
-        SnapshotError: There is no such interval. The message offers the newest intervals.
+        SnapshotError: No interval has this number of steps. The message offers the newest ones.
     """
     snapshots = sorted(recorded.states, reverse=True)
     bases = [*snapshots, 0] if recorded.has_start(words) else snapshots
@@ -163,8 +163,8 @@ def interval_before(recorded: RecordedRun, target: int, words: list[str]) -> Int
         words: More words of the command line that trains.
 
     Raises:
-        SnapshotError: There is no snapshot before the step and the run cannot be repeated from its
-            start, or the settings changed in between.
+        SnapshotError: The settings changed on the way to the step. Or no snapshot is earlier than
+            the step, and the start of the run cannot be repeated.
     """
     earlier = [step for step in recorded.states if step < target]
     later = [step for step in recorded.states if step >= target]

@@ -244,8 +244,8 @@ def script_files(script: Path, words: Iterable[str]) -> dict[str, bytes]:
     """Return the files that record a script whose own loop trains a run: their content by name.
 
     Args:
-        script: Path of the script. There is no such file in an interactive session: then no copy is
-            returned.
+        script: Path of the script. In an interactive session the file does not exist, and the
+            result has no copy of it.
         words: The words of the script's command line.
     """
     files = {SCRIPT_RECORD: dump_json({"name": script.name, "words": [*words]})}

@@ -27,6 +27,7 @@ from mingpt_ddp.models import kept_buffers
 from mingpt_ddp.models.ops import cross_entropy
 from mingpt_ddp.tasks.language_model import LanguageModel
 from mingpt_ddp.tasks.outputs import Outputs, outputs_of
+from mingpt_ddp.training.hooks.actions import gradients_of
 from mingpt_ddp.training.train_step import TrainStep
 
 # Environment variable that asks a training process for a look. It has a LookRequest as JSON.
@@ -41,8 +42,8 @@ class LookRequest:
 
     step: int
     path: str  # file to which rank zero writes the result as JSON
-    # Number of the sequence to leave out in a second rehearsal. Number 1 has the highest loss. None
-    # if there is no second rehearsal.
+    # Number of the sequence to leave out in a second rehearsal; number 1 has the highest loss. None
+    # for a single rehearsal.
     without: int | None
 
 
@@ -124,9 +125,8 @@ class Look:
         with kept_buffers(this.model):
             this.passes(self.request.step, measure)
         layers: dict[str, list[Tensor]] = {}
-        for name, parameter in this.model.named_parameters():
-            if parameter.grad is not None:
-                layers.setdefault(LAYER.findall(name)[0], []).append(parameter.grad)
+        for name, gradient in gradients_of(this.model).items():
+            layers.setdefault(LAYER.findall(name)[0], []).append(gradient)
         norms = {}
         for layer, gradients in layers.items():
             norm = this.strategy.total_norm(gradients) / this.runtime.scaler.get_scale()

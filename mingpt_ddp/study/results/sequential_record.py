@@ -1,9 +1,8 @@
 """The record of a comparison that ends as soon as it is decided (`until=decided`)."""
 
-import json
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ class SequentialRecord:
     """
 
     settings: list[str]  # label of each setting
-    seeds: list[str]  # each seed as JSON text, in the order in which the pairs are tested
+    seeds: list[str]  # each seed as text, in the order in which the pairs are tested
     metric: str | None  # sweep.metric
     care: float | None  # sweep.care, or care of the command `versions`
     # Name of the run directory for each label and seed.
@@ -55,7 +54,7 @@ class SequentialRecord:
         """Pair the costs of two settings by seed, up to the first seed for which one has no cost.
 
         Args:
-            reference, other: The cost of each seed. The seeds are JSON text, as in `seeds`.
+            reference, other: The cost of each seed. The seeds are text, as in `seeds`.
 
         Returns:
             The pairs, and the first seed without a pair. It is None if all seeds have one.
@@ -120,12 +119,12 @@ class SequentialComparison:
         Args:
             directory: Directory that holds the runs.
             file: The sweep file of this directory.
-            rule: A record that has no runs and no decisions yet.
+            rule: A record that has no runs and no decisions yet, with as many seeds as
+                `check_seeds` asks for.
 
         Raises:
-            ConfigError: There are too few seeds, or the directory records another rule.
+            ConfigError: The directory records another rule.
         """
-        check_seeds(rule)
         before = read_sequential(directory)
         if before is not None:
             _check_rule(directory, before, rule)
@@ -164,7 +163,7 @@ class SequentialComparison:
 
         Args:
             label: Label of the job's setting.
-            seed: Seed of the job as JSON text.
+            seed: Seed of the job as text.
             directory: Run directory of the job.
             cost: The objective of the job as a cost: lower is better.
         """
@@ -199,22 +198,18 @@ class SequentialComparison:
         self._file.keep_until_decided({**asdict(self.record), "decided": decided})
 
 
-def seeds_as_json(seeds: Sequence[int]) -> list[str]:
-    return [*map(json.dumps, seeds)]
-
-
-def check_seeds(rule: SequentialRecord) -> None:
-    """Refuse a rule with too few seeds to decide anything.
+def check_seeds(n_settings: int, n_seeds: int) -> None:
+    """Refuse too few seeds to decide anything.
 
     Raises:
         ConfigError: The message says how many seeds are needed.
     """
-    least = rule.test.least_pairs
-    comparisons = len(rule.settings) - 1
+    comparisons = n_settings - 1
+    least = SequentialTest(comparisons).least_pairs
     check(
-        len(rule.seeds) >= least,
+        n_seeds >= least,
         f"until=decided cannot decide {comparisons} comparison{'s' * (comparisons > 1)} with "
-        f"{len(rule.seeds)} seeds: give {least} or more, better 12",
+        f"{n_seeds} seeds: give {least} or more, better 12",
     )
 
 

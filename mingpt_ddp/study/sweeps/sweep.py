@@ -78,12 +78,7 @@ class Sweep(Records):
         needed = self.needed_jobs if self.env.world_size == 1 else None
         if needed is not None and needed.n_settings(self.failed) == 0:
             return True
-        return 0 < self.planned <= self.n_ended
-
-    @property
-    def n_ended(self) -> int:
-        """The number of jobs that have ended or will not start, because they are not needed."""
-        return len({*self.done, *self.failed, *self.not_needed})
+        return 0 < self.planned <= len({*self.done, *self.failed, *self.not_needed})
 
     @property
     def has_too_many_failures(self) -> bool:
@@ -330,7 +325,7 @@ class Sweep(Records):
             log.error("%s", output_error)
         outcomes = [self.last_failures[n] for n in self.failed if n in self.last_failures]
         advice = self._advice(outcomes)
-        if left := max(0, self.planned - self.n_ended):
+        if (left := self.planned - n_ended - n_not_needed) > 0:
             advice = f"{left} have not started; raise sweep.max_failures, or {advice}"
         labels = "; ".join(dict.fromkeys(self.failed.values()))
         error = JobError(f"{len(self.failed)} of {n_ended} failed: {labels}; {advice}")

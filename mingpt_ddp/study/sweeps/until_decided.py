@@ -17,7 +17,6 @@ from mingpt_ddp.study.results.sequential_record import (
     SequentialComparison,
     SequentialRecord,
     check_seeds,
-    seeds_as_json,
 )
 from mingpt_ddp.study.sweeps.checks import choices, is_seed
 from mingpt_ddp.study.sweeps.sources import fixed_values
@@ -59,13 +58,15 @@ def rule_of(config: Config, overrides: list[Override]) -> SequentialRecord | Non
         "sweep.until=decided compares settings; list values of another key than run.seed, "
         "each of them once",
     )
-    rule = SequentialRecord(
-        labels, seeds_as_json([*map(int, seeds)]), settings.metric, settings.care
-    )
+    check_seeds(len(labels), len(seeds))
     swept = {key_of(str(each.input_line)) for each in overrides if each.is_sweep_override()}
-    rule.fixed = json.loads(json.dumps(fixed_values(config, swept)))
-    check_seeds(rule)
-    return rule
+    return SequentialRecord(
+        labels,
+        [str(int(seed)) for seed in seeds],
+        settings.metric,
+        settings.care,
+        fixed=json.loads(json.dumps(fixed_values(config, swept))),
+    )
 
 
 class NeededJobs:

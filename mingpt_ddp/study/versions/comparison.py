@@ -32,7 +32,6 @@ from mingpt_ddp.study.results.sequential_record import (
     SequentialComparison,
     SequentialRecord,
     check_seeds,
-    seeds_as_json,
 )
 from mingpt_ddp.study.results.stats.significance import MIN_PAIRS
 from mingpt_ddp.study.versions.code_version import Version, find_commit, find_version
@@ -89,8 +88,7 @@ def compare_versions(
             changed during the comparison.
     """
     if until_decided:  # before anything is written
-        numbers = [*map(str, range(len(names)))]
-        check_seeds(SequentialRecord(numbers, seeds_as_json(seeds), None, care))
+        check_seeds(len(names), len(seeds))
     commits = [find_commit(name) for name in names]
     versions = [find_version(*each, words) for each in zip(names, commits, strict=True)]
     root, name, configs = _compose(versions)
@@ -106,7 +104,7 @@ def compare_versions(
     with _lock(root / name):
         comparison = None
         if until_decided:
-            rule = SequentialRecord([*jobs], seeds_as_json(seeds), None, care)
+            rule = SequentialRecord([*jobs], [*map(str, seeds)], None, care)
             comparison = SequentialComparison(root / name, SweepFile(root / name), rule)
         _train(jobs, comparison)
         verdicts, document, text = version_verdict(_settings(jobs), _digests(jobs))

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from mingpt_ddp.errors import command, counted
@@ -44,6 +45,20 @@ class Setting(Group):
     def unfinished(self) -> int:
         """The number of jobs that are not complete and have not diverged."""
         return sum(job.status not in ("complete", DIVERGED) for job in self.jobs)
+
+    @cached_property
+    def record(self) -> SequentialRecord | None:
+        """The record of until=decided that names runs of this setting, or None."""
+        for parent in dict.fromkeys(job.directory.parent for job in self.jobs):
+            record = read_sequential(parent)
+            if record and self.label_in(record):
+                return record
+        return None
+
+    def label_in(self, record: SequentialRecord) -> str | None:
+        """Return the label of this setting in a record, or None if that has none of its runs."""
+        labels = (record.setting_of(job.directory) for job in self.jobs)
+        return next(filter(None, labels), None)
 
 
 @dataclass(frozen=True)
@@ -170,13 +185,13 @@ def _recorded(settings: Sequence[Setting]) -> list[Comparison] | None:
         None if the settings do not all belong to one such comparison, if its reference is not among
         them, or if they are ranked by another metric than the recorded one.
     """
-    record = next(filter(None, map(_record_of, settings)), None)
+    record = next(filter(None, (setting.record for setting in settings)), None)
     parents = {job.directory.parent for setting in settings for job in setting.jobs}
     if record is None or len(parents) > 1:
         return None
     if objective_named(record.metric) != settings[0].ranked_by:
         return None
-    labels = [_label_in(record, each) for each in settings]
+    labels = [setting.label_in(record) for setting in settings]
     if labels.count(record.reference) != 1:
         return None
     reference = settings[labels.index(record.reference)]
@@ -188,21 +203,6 @@ def _recorded(settings: Sequence[Setting]) -> list[Comparison] | None:
         if setting is not reference:
             comparisons.append(_sequential(record, label, reference, setting))
     return comparisons
-
-
-def _record_of(setting: Setting) -> SequentialRecord | None:
-    """Return the record of until=decided that names the runs of a setting, or None."""
-    for parent in dict.fromkeys(job.directory.parent for job in setting.jobs):
-        record = read_sequential(parent)
-        if record and _label_in(record, setting):
-            return record
-    return None
-
-
-def _label_in(record: SequentialRecord, setting: Setting) -> str | None:
-    """Return the label of a setting in a record, or None if the record has none of its runs."""
-    labels = (record.setting_of(job.directory) for job in setting.jobs)
-    return next(filter(None, labels), None)
 
 
 def _sequential(
@@ -259,7 +259,7 @@ def _why_incomparable(one: Setting, other: Setting) -> str | None:
             one_seed = "one seed, which says nothing about chance"
             return f"{name} has {one_seed if setting.complete else 'no complete job'}; {MORE_SEEDS}"
     for setting in (one, other):
-        if _record_of(setting) is not None:
+        if setting.record is not None:
             return (
                 f"the results of {setting.label} have chosen its number of seeds (until=decided); "
                 "it compares with the first setting of its own sweep, by the metric of that sweep"

@@ -1,8 +1,8 @@
 """A test of paired differences that stays valid if you look at its result after every pair.
 
-It measures the evidence for a difference as an e-value. If there is no difference, the e-value ever
-reaches 1 / L with a chance of at most L, however often you look. Here the e-value is a Bayes factor
-of the t-test. Its prior on the effect size (the mean difference in standard deviations of the
+It measures the evidence for a difference as an e-value. If the two settings do not differ, the
+chance that their e-value ever reaches 1 / L is at most L. Here the e-value is a Bayes factor of the
+t-test. Its prior on the effect size (the mean difference in standard deviations of the
 differences) is normal, with variance 1. Source: Pérez-Ortiz, Lardy, de Heide, Grünwald,
 *E-statistics, group invariance and anytime-valid testing*, 2022.
 """
