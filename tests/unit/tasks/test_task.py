@@ -146,10 +146,13 @@ def test_a_task_is_built_with_the_state_that_it_may_keep(monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("data=toy", "language_model needs a text; for data.dataset=toy add a task and a model of"),
+        (
+            "data=toy",
+            "language_model needs a text; for data.dataset=toy write your own task and model",
+        ),
         (
             "task=regression",
-            r"regression needs a dataset of yours \(docs/.*\); python_docs is a te",
+            r"regression needs your own dataset \(docs/.*\), but python_docs is a text",
         ),
         (
             "task=regression data=toy model=gpt_nano",
