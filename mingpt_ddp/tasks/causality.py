@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from mingpt_ddp.errors import CodeError
 from mingpt_ddp.models import eval_mode, has_cache, has_graph_step
-from mingpt_ddp.models.block_parts import LABEL
+from mingpt_ddp.models.block_parts import PART_LABEL
 
 # Allowed difference between logits, as a fraction of the largest logit. It covers another order of
 # summation, and TF32.
@@ -51,7 +51,7 @@ def _check_shape(output: Any, shape: tuple[int, ...], promise: str) -> None:
 @contextmanager
 def _checked_parts(model: nn.Module) -> Iterator[None]:
     """In this context, require that each block part of the user keeps the shape of its input."""
-    parts = [module for module in model.modules() if LABEL in vars(module)]
+    parts = [module for module in model.modules() if PART_LABEL in vars(module)]
     hooks = [part.register_forward_hook(_check_part) for part in parts]
     try:
         yield
@@ -63,7 +63,7 @@ def _checked_parts(model: nn.Module) -> Iterator[None]:
 def _check_part(part: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
     """Refuse an output that would fail in the block, or be broadcast to the residual stream."""
     shape = tuple(arguments[0].shape)
-    promise = f"{vars(part)[LABEL]} must return a tensor of shape (B, T, C), here {shape}"
+    promise = f"{vars(part)[PART_LABEL]} must return a tensor of shape (B, T, C), here {shape}"
     if getattr(part, "rotary", False):
         promise += ", and the values of the first block"
         if isinstance(output, tuple) and len(output) == 2:
