@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from mingpt_ddp.errors import CodeError
 from mingpt_ddp.models import eval_mode, has_cache, has_graph_step
-from mingpt_ddp.models.block_parts import LABEL
+from mingpt_ddp.models.block_parts import PART_LABEL
 
 # relative to the largest logit; covers summation order and TF32
 TOLERANCE = {"cpu": 1e-3, "cuda": 1e-2}
@@ -49,7 +49,7 @@ def _check_shape(output: Any, shape: tuple[int, ...], promise: str) -> None:
 @contextmanager
 def _checked_parts(model: nn.Module) -> Iterator[None]:
     """Require that each part of a user returns a tensor of the shape of its input."""
-    parts = [module for module in model.modules() if LABEL in vars(module)]
+    parts = [module for module in model.modules() if PART_LABEL in vars(module)]
     hooks = [part.register_forward_hook(_check_part) for part in parts]
     try:
         yield
@@ -61,7 +61,7 @@ def _checked_parts(model: nn.Module) -> Iterator[None]:
 def _check_part(part: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
     """Refuse what would fail in the block, or be broadcast when added to the residual stream."""
     shape = tuple(arguments[0].shape)
-    promise = f"{vars(part)[LABEL]} must return a tensor of shape (B, T, C), here {shape}"
+    promise = f"{vars(part)[PART_LABEL]} must return a tensor of shape (B, T, C), here {shape}"
     if getattr(part, "rotary", False):
         promise += ", and the values of the first block"
         if isinstance(output, tuple) and len(output) == 2:

@@ -153,7 +153,7 @@ def test_a_task_is_built_with_the_state_that_it_may_keep(monkeypatch):
         ),
         (
             "task=regression data=toy model=gpt_nano",
-            r"gpt takes token ids: a text, or samples of torch.int64 of shape",
+            r"gpt takes token ids; choose a text, or samples of torch.int64 with shape",
         ),
         (
             "task=regression data=toy model=convnet",
