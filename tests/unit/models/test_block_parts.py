@@ -303,8 +303,8 @@ class IgnoresStart(Attention):
     [
         ("attention", Whole, "is not causal: its logits at a position depend on later"),
         ("attention", Peek, "is not causal"),
-        ("attention", IgnoresStart, "decodes other logits"),
-        ("mlp", Shifted, "decodes other logits with its cache than without; .* recomputes = True"),
+        ("attention", IgnoresStart, "decodes different logits"),
+        ("mlp", Shifted, "decodes different logits with its cache than without it; .*recomputes"),
         ("mlp", Honest, None),
         ("activation", lambda x, config: x * torch.rand(()).item(), "is (random|not causal)"),
     ],
