@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.distributed.device.device import peak_memory
-from mingpt_ddp.distributed.group.json_collectives import refuse_other_names
+from mingpt_ddp.distributed.group.json_collectives import refuse_differing_names
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.tasks.outputs import COUNT, SUM
 
@@ -124,7 +124,7 @@ class Meter:
             names = ["loss", *sorted(self._sums.keys() - {"loss"})]  # the same order on all ranks
             sums = torch.stack([self._sums[name] for name in names]).cpu()
         if BUILDERS["action"]:  # acting hooks may name metrics that no other check has compared
-            group.check_agreement(names, refuse_other_names)
+            group.check_agreement(names, refuse_differing_names)
         totals = group.all_reduce(sums)
         return dict(zip(names, totals.tolist(), strict=True)), self._steps
 

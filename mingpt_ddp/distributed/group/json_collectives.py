@@ -211,7 +211,7 @@ def _decode(content: Tensor) -> Any:
     return json.loads(content.numpy().tobytes())
 
 
-def refuse_other_names(by_rank: list[list[str]]) -> None:
+def refuse_differing_names(by_rank: list[list[str]]) -> None:
     """Refuse losses or metrics that not all ranks have, of which no mean can be taken.
 
     Raises:

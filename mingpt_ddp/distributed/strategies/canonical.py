@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mingpt_ddp.config.keys.schema import DDPConfig
 from mingpt_ddp.config.keys.trainer_config import TrainerConfig
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
-from mingpt_ddp.distributed.group.json_collectives import refuse_other_names
+from mingpt_ddp.distributed.group.json_collectives import refuse_differing_names
 from mingpt_ddp.distributed.group.ordered_sum import Reducer, build_reducer
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.strategies.base import Strategy
@@ -197,7 +197,7 @@ class CanonicalStrategy(Strategy):
         """Divide a flat tensor into gradients, losses and metrics. A collective."""
         sizes = [p.numel() for p in parameters]
         self._names = sorted(shares)
-        self.group.check_agreement(self._names, refuse_other_names)
+        self.group.check_agreement(self._names, refuse_differing_names)
         n = sum(sizes)
         total = n + len(shares)
         self._reducer = build_reducer(self.group, total, parameters[0].dtype, self.device)
