@@ -1,1 +1,1 @@
-"""Text to tokens to batches, and keyed randomness."""
+"""Turn texts into tokens and tokens into batches, and draw random numbers by key."""

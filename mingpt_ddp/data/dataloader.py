@@ -1,8 +1,8 @@
-"""Batches as a pure function of (seed, step), the same at any world size.
+"""Load batches as a pure function of the seed and the step, the same at any world size.
 
-One gather fetches several steps.
+The windows of several steps are gathered in one call.
 
-Shapes: B sequences, T = block_size tokens, N windows of several steps.
+Shapes: B sequences in a micro-batch, T = block_size tokens, N windows in one call.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,30 +21,40 @@ from mingpt_ddp.data.tokens.shards import Shards
 from mingpt_ddp.errors import ConfigError, DataError
 
 Device = torch.device | str
-SHUFFLE_CHUNK = 1 << 13  # positions of an epoch permuted at a time
-# Tokens gathered at a time: x and y take 256 KiB each as int64 and fit a core's cache.
+SHUFFLE_CHUNK = 1 << 13  # number of positions of an epoch that are permuted in one call
+# Number of tokens gathered in one call: x and y take 256 KiB each as int64 and fit a core's cache.
 GATHER_TOKENS = 1 << 15
-TOKENS_PER_BATCH = 4096  # in evaluation
-MAX_RESIDENT_FRACTION = 1 / 8  # of a GPU's memory for the text
-# Tokens copied to a GPU at a time: on the host a rank holds no more of the memory-mapped text.
+EVALUATION_BATCH_TOKENS = 4096
+# A text stays on a GPU if it takes at most this share of the GPU's memory.
+MAX_RESIDENT_FRACTION = 1 / 8
+# Number of tokens copied to a GPU in one piece. A rank holds no more of the memory-mapped text on
+# the host.
 RESIDENT_CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass takes; `index` counts the micro-batches of a step over all ranks."""
+    """The input of one forward pass.
+
+    Attributes:
+        index: Number of the micro-batch in its step, counted over all ranks.
+        batch: For text, x and y (B, T) int64, where y holds the token that follows each token of x.
+            For other datasets, collated samples.
+        scale: Factor for the loss before the backward pass. 0 if only other ranks need this pass.
+        loss_divisor: Number of passes, over all ranks, whose losses make up the mean of the step.
+        is_last: True for this rank's last micro-batch in the step.
+    """
 
     index: int
-    # Of text x and y (B, T) int64, where y has the token after each in x; else collated samples.
     batch: Any
-    scale: float = 1.0  # of the loss before backward; 0 for a pass that only other ranks need
-    loss_divisor: int = 1  # passes that make up the mean loss of a step, over all ranks
-    is_last: bool = True  # of this rank in the step
+    scale: float = 1.0
+    loss_divisor: int = 1
+    is_last: bool = True
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How a step's batch is split into micro-batches, and these over ranks."""
+    """The split of a step's batch into micro-batches, which are shared among the ranks."""
 
     batch_size: int
     micro_batch_size: int
@@ -55,15 +65,18 @@ class BatchPlan:
         return self.batch_size // self.micro_batch_size
 
     def indices_for_rank(self, rank: int) -> range:
-        """Return the micro-batches of a rank: index j runs on rank j mod world size."""
+        """Return the indices of a rank's micro-batches. Index j runs on rank j mod world size."""
         return range(rank, self.n_micro, self.world_size)
 
 
 def with_batch_size(config: Config, world_size: int, recorded: int | None) -> Config:
-    """Return the configuration with `batch_size` for `batch_size_per_rank`. The run keeps its name.
+    """Replace `batch_size_per_rank` in the configuration by the `batch_size` that it gives.
+
+    The run keeps its name.
 
     Args:
-        recorded: Batch size in the snapshot to resume. It stays as it was at the first start.
+        recorded: Batch size in the snapshot to resume, or None in a new run. A resumed run keeps
+            the batch size of its first start, at any number of ranks.
     """
     per_rank = config.trainer.batch_size_per_rank
     if per_rank is None:
@@ -78,12 +91,12 @@ def plan_batches(config: Config, world_size: int, kept: int | None = None) -> Ba
     """Split the batch into micro-batches, at least one per rank.
 
     Args:
-        kept: micro-batch size of the snapshot to resume.
+        kept: Micro-batch size in the snapshot to resume, or None in a new run.
 
     Raises:
-        ConfigError: more ranks than micro-batches; or several micro-batches of a rank with CUDA
-            graphs or synchronized batch normalization, whose statistics are those of one forward
-            pass.
+        ConfigError: There are more ranks than micro-batches. Or a rank has several micro-batches
+            with CUDA graphs, or with synchronized batch normalization, which computes its
+            statistics in one forward pass.
     """
     trainer = config.trainer
     batch = trainer.batch_size
@@ -91,14 +104,15 @@ def plan_batches(config: Config, world_size: int, kept: int | None = None) -> Ba
     if config.ddp.sync_batchnorm:
         if batch % world_size or trainer.micro_batch_size not in (None, per_rank):
             raise ConfigError(
-                "ddp.sync_batchnorm=true needs one micro-batch per rank: "
-                f"trainer.batch_size={batch} a multiple of the {world_size} ranks, and "
+                "ddp.sync_batchnorm=true needs one micro-batch per rank; "
+                f"make trainer.batch_size={batch} a multiple of the {world_size} ranks, and set "
                 "trainer.micro_batch_size=null"
             )
         return BatchPlan(batch, per_rank, world_size)
     divisors = (size for size in range(1, max(1, per_rank) + 1) if batch % size == 0)
     micro = trainer.micro_batch_size or kept or max(divisors)
-    if batch % micro:  # of the snapshot; the configuration's own is a divisor
+    # Only a snapshot's micro-batch size can fail here: validation checks the configuration's own.
+    if batch % micro:
         raise ConfigError(
             f"trainer.batch_size={batch} is not a multiple of {micro}, the micro-batch size of the "
             f"snapshot; set trainer.micro_batch_size={max(divisors)}"
@@ -110,10 +124,10 @@ def plan_batches(config: Config, world_size: int, kept: int | None = None) -> Ba
             f"{world_size} ranks; use at most {plan.n_micro}, or a new run with a larger batch or "
             "smaller micro-batches"
         )
-    # the next replay overwrites the gradients
+    # The next replay of the graph would overwrite the gradients of this one.
     if trainer.compile == "cuda_graphs" and plan.n_micro > 1:
         raise ConfigError(
-            f"trainer.compile=cuda_graphs needs one micro-batch, trainer.batch_size={batch} "
+            f"trainer.compile=cuda_graphs needs one micro-batch, but trainer.batch_size={batch} "
             f"makes {plan.n_micro} of {micro} sequences; use trainer.compile=true"
         )
     return plan
@@ -122,43 +136,49 @@ def plan_batches(config: Config, world_size: int, kept: int | None = None) -> Ba
 class Loader(Protocol):
     """The training data as an endless sequence of batches.
 
-    Each is a pure function of the seed and the step.
+    Each batch is a pure function of the seed and the step.
     """
 
     steps_per_epoch: int
-    items_per_step: int  # tokens, or samples
+    items_per_step: int  # number of tokens of a text, or of samples of another dataset
 
     def get_batch(self, step: int, plan: BatchPlan, rank: int) -> list[MicroBatch]:
-        """Return the micro-batches of a rank in a step; steps count from 1."""
+        """Return a rank's micro-batches in a step. Steps count from 1."""
 
     def close(self) -> None:
-        """Release what the loader holds besides memory."""
+        """Release all resources that are not memory, such as loader processes."""
 
 
 @runtime_checkable
 class SupportsResidence(Protocol):
-    """Optional for a loader: data that stay on a GPU with enough memory."""
+    """Optional interface of a loader whose data stay on a GPU with enough memory."""
 
     def resident_bytes(self, memory: int) -> int:
-        """Return the bytes that stay on a GPU with `memory` bytes: all or none."""
+        """Return how many bytes of data stay on a GPU with `memory` bytes: all of them or 0."""
 
 
 class Split(Protocol):
-    """Data to evaluate, every item once."""
+    """The data of an evaluation, which reads every item once."""
 
     def __len__(self) -> int:
         """Return the number of batches, over all ranks."""
 
     def batches(self, rank: int, world_size: int) -> Iterator[Any]:
-        """Yield the batches of a rank: number i is for rank i mod world size."""
+        """Yield the batches of a rank. Batch number i belongs to rank i mod world size."""
 
 
 @dataclass(frozen=True)
 class WindowStarts:
-    """Where the windows at some consecutive positions of an epoch start."""
+    """The starts of the windows at consecutive positions of an epoch.
+
+    Attributes:
+        epoch: Number of the epoch.
+        first: First of the consecutive positions.
+        starts: Index in the text of the first token of each window.
+    """
 
     epoch: int
-    first: int  # position
+    first: int
     starts: Ints
 
 
@@ -176,10 +196,15 @@ class TokenLoader:
     ) -> None:
         """
         Args:
-            device: device of the batches. A GPU with enough memory keeps the whole text resident.
+            tokens: The training tokens.
+            block_size: Number of tokens in a sequence.
+            stride: Distance between the starts of neighbouring windows. None means block_size.
+            batch_size: Number of sequences in a step, over all ranks.
+            seed: Seed of the order of the windows.
+            device: The device of the batches. The whole text stays on a GPU with enough memory.
 
         Raises:
-            DataError: the text is too short for one batch.
+            DataError: The text is too short for one batch.
         """
         self.stride = stride or block_size
         self.batch_size = batch_size
@@ -195,32 +220,32 @@ class TokenLoader:
             is_resident = self.resident_bytes(total) > 0
         self._tokens = TokenWindows(tokens, block_size + 1, device, is_resident)
         self._starts = WindowStarts(epoch=-1, first=0, starts=np.empty(0, dtype=np.int64))
-        # The steps that have been gathered, and for which plan and rank.
-        self._plan: tuple[BatchPlan, int] | None = None
+        # Steps that have already been gathered, for one plan and rank.
+        self._plan_and_rank: tuple[BatchPlan, int] | None = None
         self._first_step = 0
         self._steps = list[list[MicroBatch]]()
 
     def resident_bytes(self, memory: int) -> int:
-        """Return the bytes of the tokens, if they stay on a GPU with `memory` bytes."""
+        """Return the size of the tokens if they stay on a GPU with `memory` bytes, else 0."""
         return self.nbytes if self.nbytes <= memory * MAX_RESIDENT_FRACTION else 0
 
     def get_batch(self, step: int, plan: BatchPlan, rank: int) -> list[MicroBatch]:
-        """Return the micro-batches of a rank in a step; steps count from 1."""
+        """Return a rank's micro-batches in a step. Steps count from 1."""
         end = self._first_step + len(self._steps)
-        if self._plan != (plan, rank) or not self._first_step <= step < end:
+        if self._plan_and_rank != (plan, rank) or not self._first_step <= step < end:
             self._steps = self._gather(step, plan, rank)
             self._first_step = step
-            self._plan = (plan, rank)
+            self._plan_and_rank = (plan, rank)
         return self._steps[step - self._first_step]
 
     def starts(self, step: int) -> Ints:
-        """Return the position of the first token of each window of a step, in batch order."""
+        """Return the index in the text of each window's first token, in the order of the batch."""
         epoch, number = divmod(step - 1, self.steps_per_epoch)
         begin = number * self.batch_size
         return self._window_starts(epoch, begin, begin + self.batch_size)
 
     def close(self) -> None:
-        """Do nothing: the tokens are memory."""
+        """Do nothing: this loader holds only memory."""
 
     def _set_epoch(self, windows: int) -> None:
         self.windows_per_epoch = windows
@@ -233,7 +258,7 @@ class TokenLoader:
             )
 
     def _gather(self, step: int, plan: BatchPlan, rank: int) -> list[list[MicroBatch]]:
-        """Return this step and following ones of its epoch, gathered in one call for speed."""
+        """Gather this step and the next ones of its epoch in one call, which is faster."""
         epoch, first = divmod(step - 1, self.steps_per_epoch)
         indices = plan.indices_for_rank(rank)
         size = plan.micro_batch_size
@@ -250,9 +275,9 @@ class TokenLoader:
         return steps
 
     def _window_starts(self, epoch: int, begin: int, end: int) -> Ints:
-        """Return where the windows at positions begin .. end - 1 of an epoch start.
+        """Look up the starts of the windows at the positions begin .. end - 1 of an epoch.
 
-        SHUFFLE_CHUNK of them are permuted at a time.
+        At least SHUFFLE_CHUNK positions are permuted in one call, and kept for the next steps.
         """
         known = self._starts
         if epoch != known.epoch or begin < known.first or end > known.first + len(known.starts):
@@ -264,22 +289,29 @@ class TokenLoader:
         return known.starts[begin - known.first : end - known.first]
 
     def _draw(self, epoch: int, order: Ints) -> Ints:
-        """Return where the windows of these shuffled numbers start."""
+        """Compute the starts of windows from their numbers in the text.
+
+        Args:
+            epoch: Number of the epoch.
+            order: Numbers of windows, in shuffled order.
+        """
         return derive_seed("offset", self.seed, epoch) % self.stride + order * self.stride
 
 
 class TokenWindows:
     """Windows of the tokens, gathered onto a device with few, asynchronous transfers.
 
-    CUDA has few unsigned types besides uint8: tokens are viewed as signed and masked after
-    widening.
+    On CUDA, torch hardly supports unsigned types besides uint8. Tokens are therefore viewed as
+    signed integers, and masked after they have been widened to int64.
     """
 
     def __init__(self, tokens: Ints, length: int, device: torch.device, resident: bool) -> None:
         """
         Args:
-            length: T + 1, the length of a window.
-            resident: keep all tokens on the device and send only the starts of windows.
+            tokens: The tokens of a text.
+            length: Number of tokens in a window, T + 1.
+            device: The device of the windows.
+            resident: Keep all tokens on the device, and send only the starts of windows.
         """
         self._device = device
         self._mask = -1 if tokens.itemsize == 8 else (1 << 8 * tokens.itemsize) - 1
@@ -287,7 +319,8 @@ class TokenWindows:
         self._windows_at: Callable[[Ints], Ints]
         if isinstance(signed, Shards):
             self._windows_at = partial(signed.windows, length=length)
-        else:  # (n - T, T + 1), no copy
+        else:
+            # The view has shape (n - T, T + 1) and copies nothing.
             self._windows_at = np.lib.stride_tricks.sliding_window_view(signed, length).__getitem__
         self._resident = _copy_to(device, signed) if resident else None
         self._within = torch.arange(length, device=device)
@@ -311,25 +344,29 @@ class TokenWindows:
 
 
 def _copy_to(device: torch.device, tokens: Ints) -> Tensor:
-    """Return the tokens on a device, copied chunk by chunk."""
+    """Copy the tokens to a device, chunk by chunk."""
     dtype = torch.from_numpy(np.empty(0, tokens.dtype)).dtype
     copy = torch.empty(len(tokens), dtype=dtype, device=device)
     for begin in range(0, len(tokens), RESIDENT_CHUNK):
-        # Copy, because torch takes no read-only array.
+        # Copy the chunk, because torch does not accept read-only arrays.
         chunk = np.array(tokens[begin : begin + RESIDENT_CHUNK])
         copy[begin : begin + len(chunk)].copy_(torch.from_numpy(chunk))
     return copy
 
 
 class TokenSplit:
-    """A text for evaluation: every token predicted once, or those of a fixed sample of windows."""
+    """A text for evaluation: all of its tokens, or those in a fixed sample of windows."""
 
     def __init__(
         self, tokens: Ints, block_size: int, device: torch.device, windows: int | None = None
     ) -> None:
         """
         Args:
-            windows: number of windows to evaluate, the same ones every time; None: the whole text.
+            tokens: The tokens of the text.
+            block_size: Number of tokens in a window.
+            device: The device of the batches.
+            windows: Number of windows to evaluate, the same ones every time. None evaluates the
+                whole text.
         """
         self.tokens = tokens
         self.device = device
@@ -340,16 +377,17 @@ class TokenSplit:
             sample = feistel_permute(np.arange(windows), n_windows, derive_seed("evaluation"))
             starts = (np.sort(sample) * block_size).tolist()
             n_targets = windows * block_size
-        rows = max(1, TOKENS_PER_BATCH // block_size)
+        rows = max(1, EVALUATION_BATCH_TOKENS // block_size)
         self._batches = [(starts[i : i + rows], block_size) for i in range(0, len(starts), rows)]
-        if rest := n_targets % block_size:  # one shorter window
+        # The last window may be shorter.
+        if rest := n_targets % block_size:
             self._batches.append(([n_targets - rest], rest))
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def batches(self, rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield x and y (B, T) of a rank's disjoint windows."""
+        """Yield a rank's batches: x and y (B, T) of disjoint windows."""
         for starts, length in self._batches[rank::world_size]:
             windows = TokenWindows(self.tokens, length + 1, self.device, resident=False)
             yield windows.gather(np.array(starts))

@@ -1,4 +1,4 @@
-"""The encoded text on disk, or token files, split into training and validation tokens."""
+"""The tokens of a text on disk, split into training, validation and test tokens."""
 
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -16,23 +16,35 @@ from mingpt_ddp.errors import DataError
 
 @dataclass(frozen=True)
 class EncodedText:
-    """An encoded text on disk, described by JSON values that ranks can exchange."""
+    """An encoded text on disk, described by JSON values that ranks can exchange.
+
+    Attributes:
+        directory: The text's directory in the cache.
+        sha256: SHA-256 of the source's bytes, before decompression.
+        length: Number of tokens.
+        tokenizer: State of the tokenizer.
+        dtype: Type of a token on disk.
+        tokens_sha256: SHA-256 of tokens.bin, or "" if the tokens are in token files.
+        parts: For each split, the number of tokens from each source. Empty if the whole text was
+            encoded at once; the configuration then splits it by position.
+        form: The format in which the source was read, as data.format. It is never auto.
+        notes: Lines for the log, which say how each text was read.
+        files: The token files that hold the tokens of these parts. Empty if tokens.bin holds them.
+    """
 
     directory: str
-    sha256: str  # of the source's bytes, before decompression
-    length: int  # tokens
-    tokenizer: dict[str, Any]  # the state of the tokenizer
-    dtype: str  # of a token on disk
-    tokens_sha256: str  # of tokens.bin; "" of token files
-    # Numbers of tokens by split and source; []: the configuration splits.
+    sha256: str
+    length: int
+    tokenizer: dict[str, Any]
+    dtype: str
+    tokens_sha256: str
     parts: list[list[int]] = field(default_factory=list)
-    form: Form = "text"  # in which the source was read, as data.format; never auto
-    notes: list[str] = field(default_factory=list)  # for the log: how each text is read
-    # The files with the tokens of these parts; []: tokens.bin has them.
+    form: Form = "text"
+    notes: list[str] = field(default_factory=list)
     files: list[TokenFile] = field(default_factory=list)
 
     def memmap(self) -> Any:
-        """Return the tokens, memory-mapped: an array, or Shards of several files."""
+        """Map the tokens to memory: as an array, or as Shards if there are several token files."""
         if len(self.files) > 1:
             return Shards(self.files, self.dtype)
         if self.files:
@@ -42,26 +54,40 @@ class EncodedText:
 
 @dataclass(frozen=True)
 class RecordedText:
-    """The training text of a snapshot, which goes on with its texts, whatever they look like."""
+    """The training text that a snapshot has recorded.
+
+    A resumed run reads its texts in the recorded format, even if a new run would choose another.
+
+    Attributes:
+        sha256: SHA-256 of the text.
+        form: The format in which the text was read, as data.format.
+    """
 
     sha256: str
     form: Form = "text"
 
 
 def split_bounds(length: int, config: DataConfig) -> list[int]:
-    """Return where the training, validation and test part of a text begin, and the end.
+    """Compute the starts of the training, validation and test part of a text, and its end.
 
     Args:
-        length: of the text, in tokens or characters.
+        length: Length of the text, in tokens or characters.
+        config: Its data.truncate shortens the text from the end.
     """
     n = int(length * config.truncate)
     return [0, int(n * config.train_split), n - int(n * config.test_split), n]
 
 
 class TextDataset:
-    """The tokens, memory-mapped and split without overlap: `train`, `val`, then `test`.
+    """The memory-mapped tokens of a text, split without overlap.
 
-    The latter may be empty.
+    Attributes:
+        tokenizer: The tokenizer that made the tokens.
+        whole: All tokens, in the order train, val, test.
+        train: The training tokens.
+        val: The validation tokens.
+        test: The test tokens, of which there may be none.
+        train_sizes: Number of training tokens from each source.
     """
 
     def __init__(self, encoded: EncodedText, config: DataConfig) -> None:
@@ -75,23 +101,26 @@ class TextDataset:
         self.train = tokens[:train_end]
         self.val = tokens[train_end:val_end]
         self.test = tokens[val_end:end]
-        self.train_sizes = encoded.parts[0] if encoded.parts else [train_end]  # of each source
+        self.train_sizes = encoded.parts[0] if encoded.parts else [train_end]
 
     def check_lengths(self, block_size: int) -> None:
-        """Refuse a text that no model can be trained on.
+        """Refuse a text that is too short to train or to validate a model.
+
+        Args:
+            block_size: Number of tokens in a sequence. A window has one more.
 
         Raises:
-            DataError: the training part is shorter than one window, or the validation part than one
-                prediction.
+            DataError: The training part is shorter than one window, or the validation part has
+                fewer than two tokens.
         """
         if len(self.train) < block_size + 1:
             raise DataError(
-                f"the training text has {len(self.train)} tokens, one window needs "
+                f"the training text has {len(self.train)} tokens, but one window needs "
                 f"data.block_size + 1 = {block_size + 1}; use a longer text or a smaller "
                 "data.block_size"
             )
         if len(self.val) < 2:
             raise DataError(
-                f"the validation text has {len(self.val)} tokens, too few; lower "
-                "data.train_split, or give a longer one"
+                f"the validation text has {len(self.val)} tokens, but at least 2 are needed; lower "
+                "data.train_split, or give a longer text"
             )

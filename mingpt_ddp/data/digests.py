@@ -1,4 +1,4 @@
-"""Digests of JSON values, and what the file system says about files."""
+"""Hash JSON values, and read the sizes and times of files to notice changes."""
 
 import hashlib
 import json
@@ -9,15 +9,15 @@ from typing import Any
 
 
 def digest_of(values: Any) -> str:
-    """Return the SHA-256 of JSON values."""
+    """Compute the SHA-256 of JSON values."""
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 def status_of(files: Iterable[Path]) -> list[list[Any]]:
-    """Return the path, size, modification time, change time and inode of each file.
+    """Read the path, size, modification time, change time and inode of each file.
 
-    A write to a file changes them, if the clock of its file system has moved on since the last
-    write. The number of the device is left out, because it may change with each mount.
+    Any write to a file changes its times, unless the write follows the last one within a tick of
+    the file system's clock. The device number is left out, because it may change with each mount.
     """
     status = []
     for path in files:

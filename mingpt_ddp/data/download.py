@@ -1,4 +1,4 @@
-"""Files at fsspec URLs: read, or downloaded once into the user's cache."""
+"""Read files at fsspec URLs, or download them once into the user's cache."""
 
 import contextlib
 import filecmp
@@ -13,10 +13,11 @@ from mingpt_ddp.data.digests import digest_of, status_of
 from mingpt_ddp.data.file_kinds import is_hidden
 from mingpt_ddp.storage.storage import read_regular
 
-# What HTTP, S3 and Azure, Google Cloud Storage and Hugging Face change with the content of a file.
-VERSIONS = ("ETag", "etag", "md5Hash", "blob_id")
-DOWNLOADS = "downloads"  # directory in the cache
-LONGEST_NAME = 100  # characters at the end of a file's name that its download keeps
+# Fields of a file's metadata that change with its content: those of HTTP, of S3 and Azure, of
+# Google Cloud Storage and of Hugging Face.
+VERSION_FIELDS = ("ETag", "etag", "md5Hash", "blob_id")
+DOWNLOADS = "downloads"  # name of the cache's directory for downloads
+KEPT_NAME_CHARS = 100  # a download's name keeps this many characters from the end of the original
 
 
 def user_cache() -> Path:
@@ -31,10 +32,12 @@ def open_filesystem(url: str) -> tuple[Any, str, bool]:
     """Return the filesystem of a URL, the name within it, and whether it is local."""
     options: dict[str, Any] = {}
     if url.startswith(("http://", "https://")):
-        options["client_kwargs"] = {"trust_env": True}  # use proxies
-    if "::" in url:  # fsspec would reuse an open archive, which may have been replaced
+        options["client_kwargs"] = {"trust_env": True}  # use the proxies of the environment
+    # fsspec would reuse an open archive, although its file may have been replaced since.
+    if "::" in url:
         options["skip_instance_cache"] = True
-    if url.startswith("tar://") and url.endswith(".tgz"):  # a suffix that fsspec does not know
+    # fsspec does not know the suffix .tgz.
+    if url.startswith("tar://") and url.endswith(".tgz"):
         options["tar"] = {"compression": "gzip"}
     fs, name = fsspec.core.url_to_fs(url, **options)
     is_local = "file" in fs.protocol or "local" in fs.protocol
@@ -47,22 +50,25 @@ def exists(url: str) -> bool:
 
 
 def is_remote_glob(url: str) -> bool:
-    """Return True if a URL stands for several files, as s3://bucket/*.txt does."""
+    """Return True if a URL may stand for several files, as s3://bucket/*.txt does."""
     return "://" in url and "*" in url
 
 
 def download(url: str, cache: Path, sha256: str | None, again: bool) -> tuple[list[Path], bool]:
-    """Download the files of a URL unless they are there, and return where they are.
+    """Download the files of a URL into the cache, unless they are already there.
 
-    A file keeps its name, after a digest of its URL and version. A changed file therefore gets
-    another name.
+    The name of a download is a digest of its URL and version, then the file's own name. A file that
+    changes at its URL therefore gets a new name in the cache.
 
     Args:
-        sha256: Expected SHA-256 of a single file. If it is there, the network is not asked.
-        again: Download the files in any case.
+        url: URL or glob of URLs.
+        cache: Directory of the cache.
+        sha256: Expected SHA-256 of a single file. If the cache has a file with this hash for the
+            URL, the network is not used.
+        again: Download the files even if the cache has them.
 
     Returns:
-        The files in the order of their names, and whether any of them is new.
+        The local files in the order of their remote names, and True if any of them is new.
     """
     if sha256 and not is_remote_glob(url):
         target = _target(url, url, sha256, cache)
@@ -89,33 +95,37 @@ def download(url: str, cache: Path, sha256: str | None, again: bool) -> tuple[li
 
 
 def _is_text(name: str, info: dict[str, Any]) -> bool:
-    """Return False for directories, hidden files, and empty files, as links in a tar are."""
+    """Return False for directories, hidden files and empty files. A link in a tar looks empty."""
     return info["type"] == "file" and info["size"] != 0 and not is_hidden(name)
 
 
 def _target(url: str, name: str, version: Any, cache: Path) -> Path:
-    """Return where to put a file. Keep directories and suffix: they may say split and format."""
+    """Choose the local path of a download.
+
+    It keeps the remote directories and the suffix, which may name the split and the format.
+    """
     first = next((part for part in name.split("::") if "://" in part), name)
     parts = PurePosixPath(first.partition("?")[0]).parts
     directories = [part for part in parts[:-1] if part not in ("/", "..")] if name != url else []
-    label = f"{digest_of([url, name, version])[:16]}-{parts[-1][-LONGEST_NAME:]}"
+    label = f"{digest_of([url, name, version])[:16]}-{parts[-1][-KEPT_NAME_CHARS:]}"
     return Path(cache, DOWNLOADS, *directories, label)
 
 
 def _version_of(url: str) -> Any:
-    """Return JSON values that change with the content at a URL. Return None if there are none."""
+    """Look up JSON values that change with the content at a URL. Return None if it has none."""
     try:
         fs, name, is_local = open_filesystem(url)
         if is_local:
             return status_of([Path(name)])
         fs.invalidate_cache()
         return _version_in(fs.info(name))
-    except Exception:  # exceptions differ by protocol; the download raises the same
+    # The type of the exception depends on the protocol. The download will raise it again.
+    except Exception:
         return None
 
 
 def _version_in(info: dict[str, Any]) -> Any:
-    for field in VERSIONS:
+    for field in VERSION_FIELDS:
         version = str(info.get(field) or "")
         is_weak = version.startswith("W/")  # such an ETag may stay the same when bytes change
         if version and not is_weak:
@@ -124,7 +134,7 @@ def _version_in(info: dict[str, Any]) -> Any:
 
 
 def _fetch(fs: Any, name: str, target: Path) -> bool:
-    """Download a file, atomically. Keep the old file and return False if the bytes are the same."""
+    """Download a file atomically. Return False if its bytes have not changed."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, ignore_cleanup_errors=True) as folder:
@@ -135,17 +145,21 @@ def _fetch(fs: Any, name: str, target: Path) -> bool:
             os.replace(part, target)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.removedirs(target.parent)  # deletes empty parents only
+            os.removedirs(target.parent)  # deletes only directories that are empty
         raise
     return True
 
 
 def read_file(url: str, limit: int) -> bytes:
-    """Read a file at a URL; a local one must be a regular file.
+    """Read a file at a URL. A local file must be a regular file.
+
+    Args:
+        url: URL or path of the file.
+        limit: Largest number of bytes to accept.
 
     Raises:
-        OSError: it is a pipe or a device, or has more than `limit` bytes; other exceptions differ
-            by protocol.
+        OSError: The file is a pipe or a device, or it has more than `limit` bytes.
+        Exception: The protocol of the URL may raise its own types.
     """
     fs, name, is_local = open_filesystem(url)
     if is_local:

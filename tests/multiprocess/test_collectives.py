@@ -445,7 +445,7 @@ def test_a_refused_text_is_deleted_once_all_ranks_have_opened_it(tmp_path):
     words = [f"data.path={tmp_path}/text.txt", f"data.cache_dir={tmp_path}/cache"]
     errors = run_ranks(2, refused_text, tmp_path / "ranks", config=configure(*words))
     assert errors[0] == errors[1]
-    assert "the training text has 10 tokens, one window needs" in errors[0]
+    assert "the training text has 10 tokens, but one window needs" in errors[0]
     assert not (tmp_path / "cache").exists()
 
 

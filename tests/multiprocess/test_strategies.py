@@ -86,7 +86,7 @@ def train(configs: list[dict[str, Any]], nan_at: int | None = None) -> list[dict
     stages.build_trainable = lambda *arguments: built.append(build(*arguments)) or built[-1]
     if nan_at is None:
         # 13 batches of evaluation; by default 2, fewer than 3 ranks
-        dataloader.TOKENS_PER_BATCH = 5 * 16
+        dataloader.EVALUATION_BATCH_TOKENS = 5 * 16
     else:
         break_step(nan_at)
     results = []

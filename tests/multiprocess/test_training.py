@@ -84,7 +84,7 @@ def untrained_loss(values: dict[str, Any], job: int) -> float:
     runtime = Runtime(config, read_env(), job)
     task = build_task(config, runtime.group)
     seed_everything(5)
-    dataloader.TOKENS_PER_BATCH = 5 * config.data.block_size
+    dataloader.EVALUATION_BATCH_TOKENS = 5 * config.data.block_size
     metrics = Evaluator(task, runtime).run(task.build_model(), "val")
     runtime.close()
     assert metrics is not None

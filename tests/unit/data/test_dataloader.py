@@ -161,7 +161,7 @@ def test_the_order_of_a_seed_never_changes():
 
 def test_an_evaluation_reads_batches_of_windows_and_the_rest(monkeypatch):
     """Of 103 tokens, 12 windows of 8 and one of 6; batch i is for rank i mod world size."""
-    monkeypatch.setattr(dataloader, "TOKENS_PER_BATCH", 5 * BLOCK)
+    monkeypatch.setattr(dataloader, "EVALUATION_BATCH_TOKENS", 5 * BLOCK)
     split = TokenSplit(TOKENS[:103], BLOCK, torch.device("cpu"))
     assert len(split) == 4
     found = [list(split.batches(rank, 3)) for rank in range(3)]
@@ -179,7 +179,7 @@ def test_a_sampled_evaluation_never_changes(monkeypatch):
     assert (x.device.type, tuple(x.shape)) == ("meta", (5, BLOCK))
     ((x, _),) = TokenSplit(TOKENS, BLOCK, torch.device("cpu"), windows=5).batches(0, 1)
     assert x[:, 0].tolist() == [208, 400, 680, 912, 968]
-    monkeypatch.setattr(dataloader, "TOKENS_PER_BATCH", 1)
+    monkeypatch.setattr(dataloader, "EVALUATION_BATCH_TOKENS", 1)
     assert len(TokenSplit(TOKENS, BLOCK, torch.device("cpu"), windows=5)) == 5
 
 
@@ -252,5 +252,7 @@ def test_synchronized_batch_normalization_takes_one_micro_batch_per_rank():
         plan = plan_of(12, None, world_size, kept=6, sync_batchnorm=True)
         assert plan.micro_batch_size * world_size == 12
     for micro, world_size in ((None, 5), (None, 7), (3, 2)):
-        with pytest.raises(ConfigError, match=f"a multiple of the {world_size} ranks, and trainer"):
+        with pytest.raises(
+            ConfigError, match=f"a multiple of the {world_size} ranks, and set trainer"
+        ):
             plan_of(12, micro, world_size, sync_batchnorm=True)

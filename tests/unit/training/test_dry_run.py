@@ -262,7 +262,7 @@ class Sum(Plain):
         ),
         (
             MixesSequences,
-            "the model own mixes sequences: the logits of one depend on the others in its batch",
+            "the model own mixes sequences: the logits of a sequence depend on the other sequences",
         ),
         (
             AlwaysDropsOut,

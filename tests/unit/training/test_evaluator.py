@@ -77,7 +77,7 @@ def test_every_character_is_predicted_once(runtime, monkeypatch, length, per_bat
 
     The mean is over characters.
     """
-    monkeypatch.setattr(dataloader, "TOKENS_PER_BATCH", per_batch)
+    monkeypatch.setattr(dataloader, "EVALUATION_BATCH_TOKENS", per_batch)
     model = MeanOfTargets()
     loss = evaluator(np.arange(length, dtype=np.uint16), runtime).run(model, "val")["loss"]
     assert model.seen == list(range(1, length))
@@ -93,7 +93,7 @@ class Thirds(LanguageModel):
 
 
 def test_a_metric_of_the_logits_costs_no_forward_pass(runtime, monkeypatch):
-    monkeypatch.setattr(dataloader, "TOKENS_PER_BATCH", T)
+    monkeypatch.setattr(dataloader, "EVALUATION_BATCH_TOKENS", T)
     model = build_model(gpt_config(n_layer=1), V, T)
     calls = []
     model.register_forward_hook(lambda *_: calls.append(1))
@@ -130,7 +130,7 @@ def test_the_first_evaluation_must_fit_into_memory(runtime, is_first):
 @pytest.mark.parametrize("length", LENGTHS)
 def test_the_loss_equals_that_of_a_naive_loop(runtime, monkeypatch, length, per_batch):
     """One character after the other, each from those before it in its window."""
-    monkeypatch.setattr(dataloader, "TOKENS_PER_BATCH", per_batch)
+    monkeypatch.setattr(dataloader, "EVALUATION_BATCH_TOKENS", per_batch)
     torch.manual_seed(0)
     model = build_model(gpt_config(n_layer=1, dropout=0.5, bias=False), V, T)
     with torch.no_grad():
@@ -154,7 +154,7 @@ def test_a_sample_of_windows(runtime, monkeypatch, windows):
     """103 characters have 12 full windows: a sample has each at most once, and is always the
     same.
     """
-    monkeypatch.setattr(dataloader, "TOKENS_PER_BATCH", 2 * T)
+    monkeypatch.setattr(dataloader, "EVALUATION_BATCH_TOKENS", 2 * T)
     seen = []
     for _ in range(2):
         model = MeanOfTargets()
