@@ -50,7 +50,7 @@ def test_a_run_keeps_the_format_that_its_first_start_has_decided(tmp_path):
     line = "data.path=docs.jsonl: read with data.format=jsonl, 400 texts of data.column=text"
     assert line in begun
     refused = fail([*command, "trainer.max_steps=4", "data.format=text"], tmp_path)
-    line = "config error: data.format=text: the run has read its texts before with data.format=json"
+    line = "config error: data.format=text: the run has read its texts with data.format=json"
     assert line in refused
     printed = succeed([*command, "trainer.max_steps=4", "data.format=auto"], tmp_path)
     assert "resuming from the snapshot" in printed

@@ -115,7 +115,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, dict[str, float]]:
     with attribute_errors_to_user_code(), contextlib.ExitStack() as refusals:
         tasks = {}
         for url, snapshot in snapshots.items():
-            tasks[url] = build_task(configs[url], runtime.group, kept=snapshot.state)
+            tasks[url] = build_task(configs[url], runtime.group, recorded_state=snapshot.state)
             refusals.enter_context(tasks[url].discarded_if_refused())
             _adopt(tasks[url], config, url, snapshot.state)
         for url, snapshot in snapshots.items():
