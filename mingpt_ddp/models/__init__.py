@@ -1,4 +1,4 @@
-"""Architectures, selected by `model.architecture`, and the protocols that others rely on.
+"""Model architectures (`model.architecture`), and the protocols that models implement.
 
 Shapes: B sequences, T tokens, T <= block_size (the context length), V = vocab_size.
 """
@@ -28,13 +28,13 @@ class ModelProtocol(Protocol):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the logits of the next token, or the loss if targets are given.
 
-        Logits at a position may depend on the tokens up to that position only. Random numbers come
-        from torch's global generators, which are seeded before every call; in evaluation mode there
-        are none.
+        The logits at a position may depend only on the tokens up to that position. Draw random
+        numbers from torch's global generators, which are seeded before every call. In evaluation
+        mode, draw none.
 
         Args:
-            tokens: (B, T) int64, below V.
-            targets: (B, T) int64, the token that follows each of them.
+            tokens: Token ids below V, (B, T) int64.
+            targets: The next token after each token, (B, T) int64.
 
         Returns:
             Logits (B, T, V), or the mean cross-entropy in nats per token, a scalar.
@@ -43,7 +43,11 @@ class ModelProtocol(Protocol):
 
 @runtime_checkable
 class SupportsKVCache(Protocol):
-    """Optional: sampling reads every token once instead of the whole context for each new token."""
+    """Optional methods for a KV cache.
+
+    With a cache, sampling reads each token once. Without one, it reads the whole context again for
+    each new token.
+    """
 
     def new_cache(self, batch: int, dtype: torch.dtype) -> Any:
         """Allocate a cache for `batch` sequences."""
@@ -51,58 +55,64 @@ class SupportsKVCache(Protocol):
     def decode(self, tokens: Tensor, cache: Any, start: int) -> Tensor:
         """Return the logits (B, V) after the last of the new `tokens` (B, T).
 
-        They follow `start` cached tokens. Ignore cache entries from `start` on; start = 0 begins
-        another text.
+        Args:
+            start: Number of cached tokens before the new tokens. Ignore the cache entries from this
+                position on. At 0, a new text begins.
         """
 
 
 def has_cache(model: nn.Module) -> TypeGuard[SupportsKVCache]:
-    """Return whether a model decodes with a cache: of ours, whether the parts of its blocks do."""
+    """Return True if a model can decode with a KV cache.
+
+    A built-in model says in its attribute `has_cache` if all parts of its blocks can.
+    """
     return isinstance(model, SupportsKVCache) and bool(getattr(model, "has_cache", True))
 
 
 @runtime_checkable
 class SupportsCUDAGraphDecode(SupportsKVCache, Protocol):
-    """Optional: on a GPU, sampling captures `step` in a CUDA graph, replayed for each token.
+    """Optional method for decoding in a CUDA graph.
 
-    Build it from `mingpt_ddp.models.kv_cache`.
+    On a GPU, sampling captures `step` in a CUDA graph and replays it for each token. The functions
+    of `mingpt_ddp.models.kv_cache` can be captured.
     """
 
     def step(self, tokens: Tensor, cache: Any, position: Tensor) -> Tensor:
         """Return the logits (B, V) after one new token per sequence.
 
-        They are those of `decode(tokens[:, None], cache, int(position))`. Shapes and operations
-        must not depend on the value of `position`, and the host must not read it.
+        The logits are the same as from `decode(tokens[:, None], cache, int(position))`. Shapes and
+        operations must not depend on the value of `position`, and the host must not read it.
 
         Args:
-            tokens: (B,)
-            position: number of cached tokens, an int64 tensor of shape () on the model's device.
+            tokens: The new token of each sequence, (B,).
+            position: Number of cached tokens, an int64 tensor of shape () on the model's device.
         """
 
 
 def has_graph_step(model: nn.Module) -> TypeGuard[SupportsCUDAGraphDecode]:
-    """Return whether a CUDA graph can hold the decoding of a model."""
+    """Return True if decoding with this model can be captured in a CUDA graph."""
     is_known = has_cache(model) and isinstance(model, SupportsCUDAGraphDecode)
     return is_known and bool(getattr(model, "has_graph_step", True))
 
 
 @runtime_checkable
 class SupportsSeveralDevices(Protocol):
-    """Optional: the layers of a model are on several devices of a rank.
+    """Optional method of a model whose layers are on several devices of a rank.
 
-    `forward` moves what a layer takes to the layer's device. See examples/model_parallel.py.
+    Its `forward` moves the input of each layer to the device of that layer. See
+    examples/model_parallel.py.
     """
 
     def to_devices(self, device: torch.device) -> None:
-        """Move the layers to their devices; called instead of `to(device)`.
+        """Move each layer to its device. Called instead of `to(device)`.
 
         Args:
-            device: of the rank, where `forward` gets its batch and returns its result.
+            device: Device of the rank. `forward` gets its batch and returns its result there.
         """
 
 
 def move_model(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move a model to a device, or let it move its layers to several; return it."""
+    """Move a model to a device and return it. It may spread its layers over several devices."""
     if isinstance(model, SupportsSeveralDevices):
         model.to_devices(device)
         return model
@@ -111,17 +121,17 @@ def move_model(model: nn.Module, device: torch.device) -> nn.Module:
 
 @runtime_checkable
 class SupportsFlopsCount(Protocol):
-    """Optional: MFU is logged."""
+    """Optional method that counts operations. With it, the log has the MFU."""
 
     def flops_per_token(self) -> float:
         """Count the operations of a forward and backward pass, per token of a full context."""
 
 
 def flops_per_token(model: nn.Module) -> float | None:
-    """Return the model's own count; None if it has no `flops_per_token`.
+    """Return the operations per token as the model counts them, or None if it does not count.
 
     Raises:
-        CodeError: a user's model returns something other than a number above 0.
+        CodeError: A user's model returned something other than a number above 0.
     """
     if not isinstance(model, SupportsFlopsCount):
         return None
@@ -134,21 +144,22 @@ def flops_per_token(model: nn.Module) -> float | None:
 
 
 def build_model(config: ModelConfig, outputs: int, inputs: int | tuple[int, ...]) -> nn.Module:
-    """Build the model that `config` describes; torch's global generator draws its weights.
+    """Build the model that `config` describes. Draw its weights from torch's global generator.
 
     Args:
-        outputs: classes or target features; of a language model the vocabulary size.
-        inputs: the shape of an input; of a language model the context length, set as the attribute
-            `block_size` unless the model sets it.
+        outputs: The vocabulary size of a language model. For other models, the number of classes or
+            target features.
+        inputs: The context length of a language model, which becomes its attribute `block_size`
+            unless the model sets that itself. For other models, the shape of an input.
 
     Raises:
-        CodeError: the user's builder returned something other than an nn.Module.
-        ConfigError: the model does not take such inputs.
+        CodeError: The user's builder returned something other than an nn.Module.
+        ConfigError: The model does not take inputs of this shape.
     """
     if isinstance(config, TransformerConfig) and not isinstance(inputs, int):
         raise ConfigError(
-            f"model.architecture={config.architecture} takes token ids: a text, or samples of "
-            "torch.int64 of shape (tokens,)"
+            f"model.architecture={config.architecture} takes token ids; choose a text, or "
+            "samples of torch.int64 with shape (tokens,)"
         )
     build = BUILDERS["model"][config.architecture]
     model = build(config, outputs, inputs)
@@ -157,13 +168,14 @@ def build_model(config: ModelConfig, outputs: int, inputs: int | tuple[int, ...]
             f"the model {config.architecture} must be an nn.Module, not {type(model).__name__}"
         )
     if isinstance(inputs, int):
-        vars(model).setdefault("block_size", inputs)  # a class may have an attribute of this name
+        # Look in the instance only, because its class may have an attribute of the same name.
+        vars(model).setdefault("block_size", inputs)
     return model
 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode, then restore its mode."""
+    """Put a model into evaluation mode in this context, then restore its mode."""
     was_training = model.training
     model.eval()
     try:
@@ -187,15 +199,15 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def apply_activation_checkpointing(model: nn.Module) -> None:
-    """Save only the input of each of `model.blocks`; backward recomputes other activations.
+    """Save memory: keep only the input of each block, and recompute its activations in backward.
 
-    The RNG state is preserved, so dropout masks and gradients are bit-identical. Parameter names
-    and passes without gradients do not change.
+    The blocks are `model.blocks`. The RNG state is preserved, so dropout masks and gradients are
+    bit-identical. Parameter names and passes without gradients do not change.
 
     Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174).
 
     Raises:
-        ConfigError: the model has no `blocks`.
+        ConfigError: The model has no `blocks`.
     """
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.ModuleList):

@@ -1,4 +1,4 @@
-"""The parts of a block: the user's registered ones, and the attention that variants begin with.
+"""The parts of a transformer block: parts that a user has registered, and the default attention.
 
 Shapes: B sequences, T tokens, C = n_embd, H = n_head heads of D = C / H.
 """
@@ -19,7 +19,8 @@ from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.models.kv_cache import CachePosition, KVCache, attend
 from mingpt_ddp.models.ops import relu_squared
 
-LABEL = "label_of_part"  # attribute of a user's module, as model.mlp=mine
+# Attribute of a user's module with its name in messages, such as model.mlp=mine.
+PART_LABEL = "label_of_part"
 Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": F.gelu,
@@ -30,20 +31,21 @@ ACTIVATIONS: dict[str, Activation] = {
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """What a part knows of its block and its model."""
+    """The block and the model for which a part is built."""
 
     n_embd: int  # C
     n_head: int  # H, a divisor of C
-    n_layer: int  # blocks of the model
-    layer: int  # of this block, from 0; n_layer for the norm after the last block
-    block_size: int  # tokens of a context
-    dropout: float  # probability; the block itself drops what attention and MLP return
-    bias: bool  # whether linear layers and norms have biases
-    activation: Activation  # of this block, for an MLP: an nn.Module or a function
+    n_layer: int  # number of blocks in the model
+    layer: int  # index of this block, from 0; n_layer for the norm after the last block
+    block_size: int  # context length in tokens
+    # Probability of dropout. The block itself applies dropout to the outputs of attention and MLP.
+    dropout: float
+    bias: bool  # True if linear layers and norms have biases
+    activation: Activation  # activation for the MLP of this block: an nn.Module or a function
 
 
 class FunctionPart(nn.Module):
-    """A part that a user has registered as a function (x, config)."""
+    """A part that a user has registered as a function with the parameters (x, config)."""
 
     cuda_graph = True
 
@@ -59,7 +61,7 @@ class FunctionPart(nn.Module):
 def block_spec(
     config: TransformerConfig, block_size: int, layer: int, bias: bool = False
 ) -> BlockSpec:
-    """Describe a block, and build its activation."""
+    """Describe a block for its parts, and build its activation."""
     spec = BlockSpec(
         n_embd=config.n_embd,
         n_head=config.n_head,
@@ -70,16 +72,19 @@ def block_spec(
         bias=bias,
         activation=ACTIVATIONS.get(config.activation, F.gelu),
     )
-    activation = own_part("activation", config, spec)
+    activation = user_part("activation", config, spec)
     return spec if activation is None else replace(spec, activation=activation)
 
 
-def own_part(kind: str, config: TransformerConfig, spec: BlockSpec) -> nn.Module | None:
-    """Build the part that a user has registered; None if the architecture's own is chosen.
+def user_part(kind: str, config: TransformerConfig, spec: BlockSpec) -> nn.Module | None:
+    """Build a part that a user has registered. Return None if the built-in part is chosen.
+
+    Args:
+        kind: Kind of the part: attention, mlp, norm or activation.
 
     Raises:
-        CodeError: a class that is no nn.Module, or what cannot be called as a part is.
-        ConfigError: the architecture lacks what the part takes.
+        CodeError: The class is not an nn.Module, or it cannot be called with a part's arguments.
+        ConfigError: The part needs another architecture.
     """
     name = getattr(config, kind)
     builder = BUILDERS[kind].get(name)
@@ -112,47 +117,49 @@ def own_part(kind: str, config: TransformerConfig, spec: BlockSpec) -> nn.Module
 
 
 def _labelled(part: nn.Module, kind: str, name: str) -> nn.Module:
-    """Set the name by which the check of what parts return finds them."""
-    if kind != "activation":  # whose shapes the user's MLP knows
-        vars(part)[LABEL] = f"model.{kind}={name}"
+    """Label a part, so that tasks/causality.py checks the shape of its output."""
+    if kind != "activation":  # an activation may return any shape that the MLP around it takes
+        vars(part)[PART_LABEL] = f"model.{kind}={name}"
     return part
 
 
 def decodes_with_cache(config: TransformerConfig) -> bool:
-    """Return whether all parts can decode with a cache: attention has one, others need none."""
-    builders = _own_builders(config)
+    """Return True if the attention of this model has a KV cache and no other part needs one."""
+    builders = _user_builders(config)
     attention = builders.get("attention", MultiHead)
     recomputes = any(getattr(builder, "recomputes", False) for builder in builders.values())
     return hasattr(attention, "new_cache") and not recomputes
 
 
 def decodes_in_graph(config: TransformerConfig) -> bool:
-    """Return whether all parts say of themselves that a CUDA graph can hold them.
+    """Return True if decoding with all parts of this model can be captured in a CUDA graph.
 
-    A class does not inherit that: a variant may read the value of a position.
+    A class says so in its own attribute `cuda_graph`, which subclasses do not inherit: they may
+    read the value of a position. A function counts as capturable.
     """
-    for builder in _own_builders(config).values():
+    for builder in _user_builders(config).values():
         if not vars(builder).get("cuda_graph", not isinstance(builder, type)):
             return False
     return True
 
 
-def _own_builders(config: TransformerConfig) -> dict[str, Any]:
-    """Return the user's classes and functions of the chosen parts, by kind."""
+def _user_builders(config: TransformerConfig) -> dict[str, Any]:
+    """Return the chosen parts that a user has registered: a class or function for each kind."""
     chosen = {kind: BUILDERS[kind].get(getattr(config, kind)) for kind in PARTS}
     return {kind: builder for kind, builder in chosen.items() if builder is not None}
 
 
 class MultiHead(nn.Module):
-    """Heads that attend causally, with a KV cache: what `Attention` and `RotaryAttention` share.
+    """Causal heads with a KV cache: the base class of `Attention` and `RotaryAttention`.
 
     Attributes:
-        n_head: H; tensor parallelism lowers it to the heads of this rank.
+        n_head: H. Tensor parallelism lowers it to the number of heads on this rank.
         head_size: D.
-        dropout: probability of dropping an attention weight.
+        dropout: Probability of dropping an attention weight.
     """
 
-    rotary = False  # whether `forward` gets what `modern` knows besides, see `RotaryAttention`
+    # True if `forward` takes the arguments `rotary` and `v1`, as in `RotaryAttention`.
+    rotary = False
 
     def __init__(self, block: BlockSpec) -> None:
         super().__init__()
@@ -169,11 +176,12 @@ class MultiHead(nn.Module):
         start: CachePosition = 0,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Attend causally, with a cache also to the positions before the first query.
+        """Attend causally. With a cache, attend also to the positions before the first query.
 
         Args:
-            q, k, v: (B, H, T, D) of the positions from `start` on; computed in the type of v.
-            bias: (H or 1, T, S) added to the scaled scores of S = start + T keys.
+            q, k, v: Queries, keys and values of the positions from `start` on, (B, H, T, D). The
+                result is computed in the type of v.
+            bias: Added to the scaled scores of S = start + T keys, (H or 1, T, S).
 
         Returns:
             (B, H, T, D)
@@ -188,28 +196,28 @@ class MultiHead(nn.Module):
 
 
 class Attention(MultiHead):
-    """Causal multi-head self-attention, that of `gpt`; a variant overrides `attend` or `forward`.
+    """Causal multi-head self-attention as in `gpt`. A variant overrides `attend` or `forward`.
 
     Attributes:
-        qkv: the linear layer that makes queries, keys and values, side by side.
-        proj: the one that writes to the residual stream.
+        qkv: The linear layer that computes queries, keys and values, side by side.
+        proj: The linear layer that writes to the residual stream.
     """
 
     def __init__(self, config: PartConfig, block: BlockSpec) -> None:
         """
         Args:
-            config: the keys of a variant, an instance of its registered dataclass.
+            config: The keys of a variant, as an instance of its registered dataclass.
         """
         super().__init__(block)
         self.qkv = nn.Linear(block.n_embd, 3 * block.n_embd, bias=block.bias)
         self.proj = nn.Linear(block.n_embd, block.n_embd, bias=block.bias)
 
     def forward(self, x: Tensor, cache: KVCache | None = None, start: CachePosition = 0) -> Tensor:
-        """Return (B, T, C) for the residual stream.
+        """Return the output of attention, (B, T, C).
 
         Args:
-            x: (B, T, C) normalized, of the positions from `start` on.
-            cache: of the positions before, when sampling; None in training.
+            x: Normalized vectors of the positions from `start` on, (B, T, C).
+            cache: Keys and values of earlier positions when sampling. None in training.
         """
         qkv = self.qkv(x)  # (B, T, 3C)
         qkv = qkv.unflatten(-1, (3, self.n_head, self.head_size))
@@ -222,12 +230,12 @@ class Attention(MultiHead):
 def new_caches(
     blocks: Iterable[nn.Module], batch: int, block_size: int, dtype: torch.dtype
 ) -> list[Any]:
-    """Allocate the caches of the attention of some blocks."""
+    """Allocate a KV cache for the attention of each block."""
     return [cast(Any, block).attention.new_cache(batch, block_size, dtype) for block in blocks]
 
 
-def init_own_weights(module: nn.Module) -> None:
-    """Let a part of a user draw its own weights, if it has a method `init_weights`."""
+def init_user_weights(module: nn.Module) -> None:
+    """Let a user's part draw its own weights, if it has a method `init_weights`."""
     draw = getattr(module, "init_weights", None)
     if draw is not None:
         draw()

@@ -1,4 +1,4 @@
-"""Tensors of which each rank holds a part: torch's DTensor, whose import takes half a second."""
+"""Handle torch's DTensor, a tensor that is sharded over ranks, without its slow import."""
 
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -9,15 +9,15 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Return whether a tensor is torch's DTensor, without importing it."""
+    """Return True if a tensor is a DTensor. Importing the class would take half a second."""
     return hasattr(tensor, "device_mesh")
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a divided tensor, sharing its memory; others as they are."""
+    """Return this rank's shard of a DTensor, which shares its memory. Return others unchanged."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """Return the whole of a divided tensor; others as they are. A collective."""
+    """Gather a DTensor from all ranks, in a collective call. Return other tensors unchanged."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor

@@ -1,4 +1,4 @@
-"""GPT-2: a pre-norm decoder with learned positions and tied embedding and head.
+"""GPT-2: a pre-norm decoder with learned positions. The head shares the embedding's weight.
 
 Shapes: B sequences, T tokens, C = n_embd, H = n_head heads of D = C / H, V = vocab_size.
 
@@ -19,25 +19,25 @@ from mingpt_ddp.models.block_parts import (
     block_spec,
     decodes_in_graph,
     decodes_with_cache,
-    init_own_weights,
+    init_user_weights,
     new_caches,
-    own_part,
+    user_part,
 )
 from mingpt_ddp.models.kv_cache import CachePosition, select_positions
 from mingpt_ddp.models.ops import cross_entropy, dropout
 
 
 class Block(nn.Module):
-    """Attention, then an MLP four times as wide; each adds to the residual stream."""
+    """Attention, then an MLP four times as wide. Both add their outputs to the residual stream."""
 
     def __init__(self, config: GPTConfig, block_size: int, layer: int) -> None:
         super().__init__()
         spec = block_spec(config, block_size, layer, config.bias)
         self.dropout = config.dropout
         self.norm_1 = _norm(config, spec)
-        self.attention = own_part("attention", config, spec) or Attention(PartConfig(), spec)
+        self.attention = user_part("attention", config, spec) or Attention(PartConfig(), spec)
         self.norm_2 = _norm(config, spec)
-        self.mlp = own_part("mlp", config, spec)
+        self.mlp = user_part("mlp", config, spec)
         if self.mlp is None:
             self.up = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
             self.activation = spec.activation
@@ -58,17 +58,17 @@ class Block(nn.Module):
 
 
 def _norm(config: GPTConfig, spec: BlockSpec) -> nn.Module:
-    return own_part("norm", config, spec) or nn.LayerNorm(config.n_embd, bias=config.bias)
+    return user_part("norm", config, spec) or nn.LayerNorm(config.n_embd, bias=config.bias)
 
 
 class GPT(nn.Module):
-    """Token ids in, logits (or the loss) out."""
+    """The whole model, from token ids to logits or the loss."""
 
     def __init__(self, config: GPTConfig, vocab_size: int, block_size: int) -> None:
         super().__init__()
         self.config = config
         self.block_size = block_size
-        self.token_embedding = nn.Embedding(vocab_size, config.n_embd)  # also the head's weight
+        self.token_embedding = nn.Embedding(vocab_size, config.n_embd)  # also used as the head
         self.position_embedding = nn.Embedding(block_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, block_size, i) for i in range(config.n_layer))
         self.norm = _norm(config, block_spec(config, block_size, config.n_layer, config.bias))
@@ -77,10 +77,10 @@ class GPT(nn.Module):
         self.apply(self._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw weights from N(0, 0.02); smaller ones where a layer writes to the residual stream.
+        """Draw weights from N(0, 0.02), and smaller ones if a layer writes to the residual stream.
 
-        `apply` visits a module after its children, so proj and down are drawn twice. A part of a
-        user whose method `init_weights` draws others comes after its layers, too.
+        `apply` visits a module after its children. Therefore the weights of `proj` and `down` are
+        drawn twice, and the `init_weights` of a user's part replaces the weights of its layers.
         """
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
@@ -92,14 +92,14 @@ class GPT(nn.Module):
             layer = getattr(module, name, None)
             if isinstance(layer, nn.Linear):
                 nn.init.normal_(layer.weight, std=residual_std)
-        init_own_weights(module)
+        init_user_weights(module)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the logits, or the loss if targets are given.
 
         Args:
-            tokens: (B, T) integers below V, T <= block_size.
-            targets: (B, T) the token that follows each of them.
+            tokens: Token ids below V, (B, T) with T <= block_size.
+            targets: The next token after each token, (B, T).
 
         Returns:
             Logits (B, T, V), or the mean cross-entropy in nats per token, a scalar.
@@ -113,7 +113,7 @@ class GPT(nn.Module):
     def _hidden(
         self, tokens: Tensor, cache: list[Any] | None = None, start: CachePosition = 0
     ) -> Tensor:
-        """Return (B, T, C), the normalized output of the last block."""
+        """Return the normalized output of the last block, (B, T, C)."""
         T = tokens.shape[1]
         if isinstance(start, int) and start + T > self.block_size:
             raise ValueError(f"{start + T} tokens exceed the context length of {self.block_size}")
@@ -126,30 +126,33 @@ class GPT(nn.Module):
         return self.norm(x)
 
     def new_cache(self, batch: int, dtype: torch.dtype) -> list[Any]:
-        """Allocate a cache for `batch` sequences, one entry per block."""
+        """Allocate a cache for `batch` sequences, with one entry for each block."""
         return new_caches(self.blocks, batch, self.block_size, dtype)
 
     def decode(self, tokens: Tensor, cache: list[Any], start: CachePosition) -> Tensor:
         """Return the logits (B, V) after the last of the new `tokens` (B, T).
 
-        They follow `start` cached positions.
+        Args:
+            start: Number of cached positions before the new tokens.
         """
         x = self._hidden(tokens, cache, start)
         return F.linear(x[:, -1], self.token_embedding.weight)
 
     def step(self, tokens: Tensor, cache: list[Any], position: Tensor) -> Tensor:
-        """Decode one new token per sequence (B,).
+        """Return the logits (B, V) after one new token per sequence (B,).
 
         Args:
-            position: number of cached tokens, a tensor of shape () on the device.
+            position: Number of cached tokens, a tensor of shape () on the device.
         """
         return self.decode(tokens[:, None], cache, position)
 
     def flops_per_token(self) -> int:
         """Count the operations of a forward and backward pass per token: 6 N + 12 L C T.
 
-        N counts every weight used in a product, including the tied head. Source: Chowdhery et al.
-        2022, "PaLM" (arXiv:2204.02311), appendix B, with full attention, the convention for MFU.
+        N counts every weight that is used in a matrix product, including the tied head. The formula
+        counts full attention, as is the convention for MFU.
+
+        Source: Chowdhery et al. 2022, "PaLM" (arXiv:2204.02311), appendix B.
         """
         n = sum(parameter.numel() for parameter in self.parameters())
         n -= self.position_embedding.weight.numel()

@@ -1,4 +1,4 @@
-"""The KV cache of an attention layer: decoding reads every token once.
+"""The KV cache of an attention layer, with which decoding reads every token only once.
 
 Shapes: B sequences, H heads, T new positions, D = head size.
 """
@@ -15,7 +15,7 @@ CachePosition = int | Tensor
 
 
 class KVCache:
-    """Keys and values of one layer."""
+    """The keys and values of one layer, for all positions of a context."""
 
     def __init__(
         self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
@@ -24,7 +24,7 @@ class KVCache:
         Args:
             shape: (B, H, block_size, D).
         """
-        # zeros: masked NaN would propagate
+        # Zeros, because a NaN at a masked position would still spread to the results.
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
 
@@ -38,15 +38,16 @@ def attend(
     start: CachePosition,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Attend causally; with a cache, also to the positions before the first query.
+    """Attend causally. With a cache, attend also to the positions before the first query.
 
     Args:
-        q, k, v: (B, H, T, D) of the positions from `start` on; T is 1 if `start` is a tensor.
-        dropout: probability of dropping an attention weight; 0 with a cache.
-        cache: stores the new keys and values; its entries from `start` on are overwritten or
-            ignored.
-        bias: (H or 1, T, S) added to the scaled scores of S = start + T keys; of S = block_size
-            keys if `start` is a tensor.
+        q, k, v: Queries, keys and values of the positions from `start` on, (B, H, T, D). T is 1 if
+            `start` is a tensor.
+        dropout: Probability of dropping an attention weight. Ignored with a cache.
+        cache: Stores the new keys and values. Its entries from `start` on are overwritten or
+            ignored. None in training.
+        bias: Added to the scaled scores, (H or 1, T, S). The number of keys S is start + T, or
+            block_size if `start` is a tensor.
 
     Returns:
         (B, H, T, D)
@@ -68,7 +69,7 @@ def attend(
 def _attend_at(
     q: Tensor, k: Tensor, v: Tensor, cache: KVCache, start: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """Attend from one new position, in operations that do not depend on the value of `start`."""
+    """Attend from one new position, with operations that do not depend on the value of `start`."""
     index = start.view(1)
     cache.keys.index_copy_(2, index, k)
     cache.values.index_copy_(2, index, v)
@@ -79,7 +80,11 @@ def _attend_at(
 
 
 def select_positions(table: Tensor, start: CachePosition, T: int) -> Tensor:
-    """Return T rows of `table` (block_size, ...) from `start` on; T is 1 if `start` is a tensor."""
+    """Return T rows of a table from `start` on. T is 1 if `start` is a tensor.
+
+    Args:
+        table: One row for each position, (block_size, ...).
+    """
     if isinstance(start, Tensor):
         return table.index_select(0, start.view(1))
     return table[start : start + T]

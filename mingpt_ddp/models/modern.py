@@ -1,9 +1,9 @@
-"""A modern decoder: changes since GPT-2 that make small models learn faster, each with its source.
+"""A modern decoder: GPT-2 with later changes that make small models learn faster.
 
 Shapes: B sequences, T tokens, C = n_embd, H = n_head heads of D = C / H, V = vocab_size.
 
-Combined as in Jordan et al. 2024, "modded-nanogpt", and Karpathy 2025, "nanochat". There are no
-biases, and norms have no gains.
+Sources: Jordan et al. 2024, "modded-nanogpt", and Karpathy 2025, "nanochat", combine these changes.
+Each class names the source of its own. There are no biases, and norms have no gains.
 """
 
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from mingpt_ddp.models.block_parts import (
     block_spec,
     decodes_in_graph,
     decodes_with_cache,
-    init_own_weights,
+    init_user_weights,
     new_caches,
-    own_part,
+    user_part,
 )
 from mingpt_ddp.models.kv_cache import CachePosition, select_positions
-from mingpt_ddp.models.ngrams import HISTORY, NGramEmbedding
+from mingpt_ddp.models.ngrams import HISTORY_LENGTH, NGramEmbedding
 from mingpt_ddp.models.ops import (
     compute_dtype,
     cross_entropy,
@@ -33,31 +33,41 @@ from mingpt_ddp.models.ops import (
 )
 from mingpt_ddp.models.rotary import RotaryAttention, rotary_table
 
-# Layers by their names: those that write to the residual stream, and shares that are learnt.
-ZERO_AT_FIRST = ("proj.weight", "down.weight", "head.weight", "table.weight", "share", "stream_mix")
+# Parameters that start at zero, by the ends of their names: the weights of layers that write to the
+# residual stream, and learned fractions.
+INITIALLY_ZERO = (
+    "proj.weight",
+    "down.weight",
+    "head.weight",
+    "table.weight",
+    "share",
+    "stream_mix",
+)
 
 
 @dataclass
 class LayerCache:
     """Decoding state of one block."""
 
-    attention: Any  # a KVCache, or the cache of an attention of a user
-    last_1: Tensor  # (B, 1, C) the newest input of `smear_1`
-    last_2: Tensor  # (B, 1, C) the newest input of `smear_2`
+    attention: Any  # a KVCache, or the cache of a user's attention
+    last_1: Tensor  # newest normalized input of `smear_1`, (B, 1, C)
+    last_2: Tensor  # newest normalized input of `smear_2`, (B, 1, C)
 
 
 @dataclass
 class Cache:
-    """Decoding state of the tokens so far."""
+    """Decoding state of the model after the tokens so far."""
 
-    layers: list[LayerCache]  # by block
-    last: Tensor  # (B, 1, C) embedding of the newest token, for the first smear
+    layers: list[LayerCache]  # one for each block
+    last: Tensor  # normalized embedding of the newest token for the first smear, (B, 1, C)
     rotary: Tensor  # `rotary_table` of all positions
-    ngrams: Tensor  # (B, HISTORY) ids of the newest tokens
+    ngrams: Tensor  # ids of the newest tokens, (B, HISTORY_LENGTH)
 
 
 class Smear(nn.Module):
-    """Normalize, then add a learned fraction of the previous token's vector, per channel.
+    """Normalize each vector, then add a learned fraction of the previous token's vector to it.
+
+    Each channel has a fraction of its own.
 
     Source: the token shift of Peng et al. 2023, "RWKV" (arXiv:2305.13048).
     """
@@ -65,7 +75,7 @@ class Smear(nn.Module):
     def __init__(self, n_embd: int, norm: nn.Module | None) -> None:
         """
         Args:
-            norm: instead of RMSNorm.
+            norm: A user's norm. None for RMSNorm.
         """
         super().__init__()
         self.norm = norm
@@ -74,9 +84,9 @@ class Smear(nn.Module):
     def forward(self, x: Tensor, last: Tensor | None, start: CachePosition) -> Tensor:
         """
         Args:
-            x: (B, T, C).
-            last: (B, 1, C) the normalized vector before x, ignored if `start` is 0; overwritten
-                with that of x.
+            x: Vectors of the positions from `start` on, (B, T, C).
+            last: The normalized vector before x, (B, 1, C), ignored if `start` is 0. It is
+                overwritten with the last normalized vector of x. None in training.
         """
         if last is None and self.norm is None:
             return norm_and_shift(x, self.share)
@@ -97,18 +107,18 @@ class Smear(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP four times as wide; each adds to the residual stream."""
+    """Attention, then an MLP four times as wide. Both add their outputs to the residual stream."""
 
     def __init__(self, config: ModernConfig, block_size: int, layer: int) -> None:
         super().__init__()
         spec = block_spec(config, block_size, layer)
         self.dropout = config.dropout
         self.stream_mix = nn.Parameter(torch.empty(config.n_embd))  # fraction of x0 to add
-        self.smear_1 = Smear(config.n_embd, own_part("norm", config, spec))
-        self.smear_2 = Smear(config.n_embd, own_part("norm", config, spec))
-        self.attention = own_part("attention", config, spec) or RotaryAttention(PartConfig(), spec)
+        self.smear_1 = Smear(config.n_embd, user_part("norm", config, spec))
+        self.smear_2 = Smear(config.n_embd, user_part("norm", config, spec))
+        self.attention = user_part("attention", config, spec) or RotaryAttention(PartConfig(), spec)
         self.takes_rotary = getattr(self.attention, "rotary", False)
-        self.mlp = own_part("mlp", config, spec)
+        self.mlp = user_part("mlp", config, spec)
         if self.mlp is None:
             self.up = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
             self.activation = spec.activation
@@ -125,13 +135,13 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """
         Args:
-            x: (B, T, C) the residual stream.
-            x0: (B, T, C) its first value, the embedding.
-            rotary: (T, 2, 1, 1, D), see `rotary_table`.
-            v1: (B, H, T, D) the values of the first block; None in that block.
+            x: The residual stream, (B, T, C).
+            x0: The residual stream before the first block, (B, T, C).
+            rotary: The result of `rotary_table` for these positions, (T, 2, 1, 1, D).
+            v1: The attention values of the first block, (B, H, T, D). None in that block itself.
 
         Returns:
-            The residual stream, and the values of the first block.
+            The residual stream, and the attention values of the first block.
         """
         x = torch.addcmul(x, self.stream_mix.to(x.dtype), x0)
 
@@ -153,7 +163,7 @@ class Block(nn.Module):
 
 
 class Modern(nn.Module):
-    """Token ids in, logits (or the loss) out."""
+    """The whole model, from token ids to logits or the loss."""
 
     def __init__(self, config: ModernConfig, vocab_size: int, block_size: int) -> None:
         super().__init__()
@@ -164,9 +174,9 @@ class Modern(nn.Module):
         if config.ngram_rows:
             self.ngrams = NGramEmbedding(config.ngram_rows, config.n_embd)
         last = block_spec(config, block_size, config.n_layer)
-        self.smear = Smear(config.n_embd, own_part("norm", config, last))
+        self.smear = Smear(config.n_embd, user_part("norm", config, last))
         self.blocks = nn.ModuleList(Block(config, block_size, i) for i in range(config.n_layer))
-        self.norm = own_part("norm", config, last)
+        self.norm = user_part("norm", config, last)
         self.head = nn.Linear(config.n_embd, vocab_size, bias=False)
         self.has_cache = decodes_with_cache(config)
         self.has_graph_step = decodes_in_graph(config)
@@ -174,17 +184,17 @@ class Modern(nn.Module):
 
     @torch.no_grad()
     def _init_weights(self) -> None:
-        """Zero all layers that write to the residual stream: each block starts as the identity.
+        """Zero the layers that write to the residual stream, so that each block starts as identity.
 
-        Other linear layers with `inputs` are uniform, with standard deviation 1 / sqrt(inputs).
-        Other parameters of a user's part are as its constructor has made them, or draws them in a
-        method `init_weights`.
+        The weights of other linear layers are uniform with a standard deviation of 1 / sqrt(number
+        of inputs). All other parameters of a user's part come from its constructor or, if it has
+        one, from its method `init_weights`.
         """
         nn.init.normal_(self.token_embedding.weight)
         linear = [module for module in self.modules() if isinstance(module, nn.Linear)]
         weights = {layer.weight for layer in linear}
         for name, parameter in self.named_parameters():
-            if name.endswith(ZERO_AT_FIRST):
+            if name.endswith(INITIALLY_ZERO):
                 nn.init.zeros_(parameter)
             elif parameter in weights:
                 bound = (3 / parameter.shape[1]) ** 0.5
@@ -194,14 +204,14 @@ class Modern(nn.Module):
         for layer in linear:
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
-        self.apply(init_own_weights)
+        self.apply(init_user_weights)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the logits, or the loss if targets are given.
 
         Args:
-            tokens: (B, T) integers below V, T <= block_size.
-            targets: (B, T) the token that follows each of them.
+            tokens: Token ids below V, (B, T) with T <= block_size.
+            targets: The next token after each token, (B, T).
 
         Returns:
             Logits (B, T, V), or the mean cross-entropy in nats per token, a scalar.
@@ -215,7 +225,7 @@ class Modern(nn.Module):
     def _hidden(
         self, tokens: Tensor, cache: Cache | None = None, start: CachePosition = 0
     ) -> Tensor:
-        """Return (B, T, C), the normalized output of the last block."""
+        """Return the normalized output of the last block, (B, T, C)."""
         T = tokens.shape[1]
         if isinstance(start, int) and start + T > self.block_size:
             raise ValueError(f"{start + T} tokens exceed the context length of {self.block_size}")
@@ -251,27 +261,28 @@ class Modern(nn.Module):
         for cache in new_caches(self.blocks, batch, self.block_size, dtype):
             layers.append(LayerCache(cache, new_last(), new_last()))
         rotary = rotary_table(self.block_size, D, device, dtype)
-        ngrams = torch.zeros(batch, HISTORY, dtype=torch.int64, device=device)
+        ngrams = torch.zeros(batch, HISTORY_LENGTH, dtype=torch.int64, device=device)
         return Cache(layers, new_last(), rotary, ngrams)
 
     def decode(self, tokens: Tensor, cache: Cache, start: CachePosition) -> Tensor:
         """Return the logits (B, V) after the last of the new `tokens` (B, T).
 
-        They follow `start` cached positions.
+        Args:
+            start: Number of cached positions before the new tokens.
         """
         x = self._hidden(tokens, cache, start)
         return self.head(x[:, -1])
 
     def step(self, tokens: Tensor, cache: Cache, position: Tensor) -> Tensor:
-        """Decode one new token per sequence (B,).
+        """Return the logits (B, V) after one new token per sequence (B,).
 
         Args:
-            position: number of cached tokens, a tensor of shape () on the device.
+            position: Number of cached tokens, a tensor of shape () on the device.
         """
         return self.decode(tokens[:, None], cache, position)
 
     def flops_per_token(self) -> int:
-        """Count the operations of a forward and backward pass per token, as GPT does."""
+        """Count the operations of a forward and backward pass per token, like GPT."""
         c = self.config
         n = sum(p.numel() for p in self.blocks.parameters() if p.dim() > 1)
         n += self.head.weight.numel()

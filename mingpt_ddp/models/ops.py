@@ -1,4 +1,4 @@
-"""Operations with a faster implementation per device, and the choice of device and precision.
+"""Tensor operations that are implemented for speed on each device, and the choice of that device.
 
 Shapes: B sequences, H heads, T queries, S >= T keys, D = head size.
 """
@@ -14,18 +14,19 @@ from mingpt_ddp import torch_internals
 from mingpt_ddp.errors import ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-QUERY_BLOCK = 64  # queries per block on a CPU; later keys are skipped
+# Number of queries in a block of attention on a CPU. Keys after the last query are skipped.
+QUERY_BLOCK = 64
 
 
 def resolve_device(wanted: str, key: str) -> torch.device:
-    """Return the wanted device; auto is the GPU if there is one.
+    """Return the device for a setting. `auto` chooses the GPU if there is one.
 
     Args:
         wanted: auto, cpu or cuda.
-        key: the configuration key, for messages.
+        key: Configuration key of the setting, for messages.
 
     Raises:
-        ConfigError: there is no GPU.
+        ConfigError: The setting is cuda, and there is no GPU.
     """
     has_gpu = torch.cuda.is_available()
     if wanted == "cuda" and not has_gpu:
@@ -36,7 +37,7 @@ def resolve_device(wanted: str, key: str) -> torch.device:
 
 
 def resolve_precision(wanted: str, device: torch.device) -> str:
-    """Return fp32, bf16 or fp16; auto is bf16 where the device is fast at it."""
+    """Return fp32, bf16 or fp16. `auto` chooses bf16 if the device is fast at it, else fp32."""
     if wanted != "auto":
         return wanted
     if device.type == "cuda":
@@ -47,12 +48,12 @@ def resolve_precision(wanted: str, device: torch.device) -> str:
 
 
 def is_on_cpu(x: Tensor) -> bool:
-    """Return whether a CPU computes with x."""
+    """Return True if x is in the memory of a CPU."""
     return x.device.type == "cpu"
 
 
 def compute_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype of products with this parameter: autocast's, else its own."""
+    """Return the dtype of products with a parameter: its own, unless autocast sets another one."""
     device = parameter.device.type
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -62,15 +63,17 @@ def compute_dtype(parameter: Tensor) -> torch.dtype:
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, bias: Tensor | None = None
 ) -> Tensor:
-    """Attend causally; the last query is at the position of the last key.
+    """Attend causally. The last query is at the position of the last key.
 
-    One fused kernel, except in bf16 on a CPU, where its backward pass is slow: there matrix
-    products process blocks of queries and skip the third of the work that is above the diagonal.
+    This is one fused kernel, except in bf16 on a CPU, where the backward pass of that kernel is
+    slow. There, matrix products process blocks of queries. They skip most of the work above the
+    diagonal, about a third of all.
 
     Args:
-        q: (B, H, T, D). k, v: (B, H, S, D).
-        dropout: probability of dropping an attention weight.
-        bias: (H or 1, T, S) added to the scores, which are products over sqrt(D).
+        q: Queries, (B, H, T, D).
+        k, v: Keys and values, (B, H, S, D).
+        dropout: Probability of dropping an attention weight.
+        bias: Added to the scores q k / sqrt(D), (H or 1, T, S).
 
     Returns:
         (B, H, T, D)
@@ -79,7 +82,7 @@ def causal_attention(
         return _blockwise_attention(q, k, v, dropout, bias)
     T = q.shape[2]
     S = k.shape[2]
-    # first: in a torch.export T is symbolic, and is_causal must be a plain bool
+    # This case comes first. In torch.export T is symbolic, and is_causal must be a plain bool.
     if bias is None and T == S:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
     if bias is None and T == 1:
@@ -91,16 +94,16 @@ def causal_attention(
 
 
 def masked_bias(bias: Tensor, is_visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what to add to scores: a bias (H or 1, T, S), -inf where a key is not visible."""
+    """Set a bias of scores (H or 1, T, S) to -inf for the keys that a query must not see."""
     return bias.masked_fill(~is_visible, -torch.inf).to(dtype)
 
 
 def _blockwise_attention(
     q: Tensor, k: Tensor, v: Tensor, dropout: float, bias: Tensor | None
 ) -> Tensor:
-    """Attend with one pair of matrix products per block of queries, up to its last key."""
+    """Attend with a pair of matrix products for each block of queries and the keys that it sees."""
     B, H, T, D = q.shape
-    cached = k.shape[2] - T  # keys before the first query
+    n_cached = k.shape[2] - T  # number of keys before the first query
     q = q.reshape(B * H, T, D)
     k = k.reshape(B * H, -1, D)
     v = v.reshape(B * H, -1, D)
@@ -108,9 +111,9 @@ def _blockwise_attention(
     outputs = []
     for start in range(0, T, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, T)
-        S = cached + stop
+        S = n_cached + stop
         mask = torch.full((stop - start, S), -torch.inf, dtype=q.dtype)
-        mask = mask.triu(diagonal=cached + start + 1)  # 0 up to each query's own position
+        mask = mask.triu(diagonal=n_cached + start + 1)  # 0 up to each query's own position
         if bias is not None:
             mask = (mask + bias[:, start:stop, :S]).to(q.dtype).expand(B, H, -1, -1).flatten(0, 1)
         queries = q[:, start:stop]
@@ -126,8 +129,8 @@ def _blockwise_attention(
 def rms_norm(x: Tensor) -> Tensor:
     """Divide x by its root mean square along the last dimension, in the precision of x.
 
-    Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization" (arXiv:1910.07467),
-    without gain.
+    There is no gain. Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization"
+    (arXiv:1910.07467).
     """
     if not is_on_cpu(x):
         return F.rms_norm(x, (x.shape[-1],)).to(x.dtype)  # CUDA's autocast returns fp32
@@ -137,16 +140,16 @@ def rms_norm(x: Tensor) -> Tensor:
 
 
 def _inverse_rms(x: Tensor) -> Tensor:
-    """Return sqrt(D) / norm of each vector of x (..., D), as (..., 1)."""
+    """Return 1 / (root mean square) of each vector of x (..., D), as (..., 1)."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     inverse = norm.clamp_min_(1e-6).reciprocal_()
     return inverse.mul_(math.sqrt(x.shape[-1])).to(x.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm with few temporaries.
+    """RMSNorm with few temporary tensors.
 
-    On a CPU torch composes it from operations with temporaries as large as x.
+    On a CPU, torch computes F.rms_norm in several operations, whose temporaries are as large as x.
     """
 
     @staticmethod
@@ -163,28 +166,30 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _rms_norm_backward(grad: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    """Return the gradient of x, for y = x * scale."""
+    """Return the gradient of x from the gradient of y = x * scale, where scale is 1 / RMS(x)."""
     projection = (grad * y).mean(dim=-1, keepdim=True)
     return torch.addcmul(grad, y, projection, value=-1).mul_(scale)
 
 
 def norm_and_shift(x: Tensor, share: Tensor) -> Tensor:
-    """Return y_t + share * y_(t-1) with y = rms_norm(x), where y before the first position is 0.
+    """Normalize x, then add a share of the previous position's vector to each vector.
+
+    The result is y_t + share * y_(t-1) with y = rms_norm(x), and with 0 before the first position.
 
     Args:
-        x: (B, T, C).
-        share: (C,).
+        x: Vectors of all positions, (B, T, C).
+        share: The fraction of each channel, (C,).
     """
     if is_on_cpu(x) and torch.is_grad_enabled() and not torch.compiler.is_exporting():
         return _NormAndShift.apply(x, share)
     y = rms_norm(x)
-    # not of y[:, :-1]: torch.export would forbid the length whose slice has one position
+    # Do not pad y[:, :-1] instead: torch.export would then refuse inputs of two positions.
     previous = F.pad(y, (0, 0, 1, -1))
     return torch.addcmul(y, previous, share.to(y.dtype))
 
 
 class _NormAndShift(torch.autograd.Function):
-    """`norm_and_shift` in half of the passes over memory."""
+    """`norm_and_shift` with half as many passes over memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: Tensor) -> Tensor:
@@ -206,12 +211,12 @@ class _NormAndShift(torch.autograd.Function):
 
 
 def norm_and_rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Return `rms_norm` of x, each pair of elements (i, i + D / 2) rotated by its position's angle.
+    """Normalize x, then rotate each pair of elements (i, i + D / 2) by the angle of its position.
 
     Args:
-        x: (B, T, 2, H, D).
-        rotary: (T, 2, 1, 1, D) the cosine and the sine of the angles; the sine of the first half
-            is negative.
+        x: Queries and keys, (B, T, 2, H, D).
+        rotary: Cosine and sine of the angles, (T, 2, 1, 1, D). The sines in the first half of D are
+            negated.
     """
     if is_on_cpu(x) and torch.is_grad_enabled():
         return _NormAndRotate.apply(x, rotary)
@@ -219,9 +224,10 @@ def norm_and_rotate(x: Tensor, rotary: Tensor) -> Tensor:
 
 
 class _NormAndRotate(torch.autograd.Function):
-    """`norm_and_rotate` in two thirds of the passes over memory.
+    """`norm_and_rotate` with two thirds of the passes over memory.
 
-    A rotation keeps the norm, so that the backward pass of the norm needs its result alone.
+    A rotation does not change the norm of a vector. Therefore the backward pass of the norm can use
+    the rotated vectors, and the vectors before the rotation need not be kept.
     """
 
     @staticmethod
@@ -239,20 +245,20 @@ class _NormAndRotate(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, rotary: Tensor, direction: int = 1) -> Tensor:
-    """Rotate as `norm_and_rotate` does; back if the direction is -1."""
+    """Rotate each pair of elements of x by its angle. With direction=-1, rotate it back."""
     cos, sin = rotary.unbind(1)  # each (T, 1, 1, D)
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
     return (x * cos).addcmul_(swapped, sin, value=direction)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Return the mean cross-entropy, in fp32, of logits (B, T, V) and targets (B, T)."""
+    """Return the mean cross-entropy of logits (B, T, V) for targets (B, T), computed in fp32."""
     logits = logits.flatten(0, 1).float()  # (BT, V)
     return F.cross_entropy(logits, targets.flatten(), label_smoothing=label_smoothing)
 
 
 def dropout(x: Tensor, probability: float, training: bool) -> Tensor:
-    """Apply F.dropout; return x itself, without a call, if it is a no-op."""
+    """Apply dropout in training. Return x itself if the probability is 0, or in evaluation."""
     if training and probability > 0:
         return F.dropout(x, probability)
     return x
@@ -263,11 +269,11 @@ def relu_squared(x: Tensor) -> Tensor:
     if is_on_cpu(x) and torch.is_grad_enabled():
         return _ReLUSquared.apply(x)
     y = F.relu(x)
-    return y * y  # a power, CUDA's autocast would compute in fp32
+    return y * y  # not y ** 2, which CUDA's autocast would compute in fp32
 
 
 class _ReLUSquared(torch.autograd.Function):
-    """Two operations forward and two backward; autograd records five."""
+    """relu(x)^2 in two operations forward and two backward, where autograd would record five."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

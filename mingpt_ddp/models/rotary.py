@@ -1,4 +1,4 @@
-"""The attention of `modern`: rotary positions, normalized queries and keys, mixed values.
+"""The attention of the `modern` architecture.
 
 Shapes: B sequences, T tokens, C = n_embd, H = n_head heads of D = C / H.
 """
@@ -18,17 +18,17 @@ class FusedLinear(nn.Linear):
     def __init__(self, inputs: int, outputs: int, parts: int) -> None:
         """
         Args:
-            outputs: rows of each matrix.
-            parts: number of matrices; Muon orthogonalizes each by itself.
+            outputs: Number of rows of each matrix.
+            parts: Number of matrices. Muon orthogonalizes each matrix by itself.
         """
         super().__init__(inputs, parts * outputs, bias=False)
         self.parts = parts
 
 
 class RotaryAttention(MultiHead):
-    """Causal self-attention with rotary positions, normalized queries and keys, mixed values.
+    """Causal self-attention with rotary positions, and normalized queries and keys.
 
-    Each block adds the values of the first block to its own, by a learned fraction.
+    Each block adds a learned fraction of the first block's values to its own values.
 
     Sources: Su et al. 2021, "RoFormer" (arXiv:2104.09864); Henry et al. 2020, "Query-Key
     Normalization" (arXiv:2010.04245); Zhou et al. 2024, "Value Residual Learning"
@@ -40,7 +40,7 @@ class RotaryAttention(MultiHead):
     def __init__(self, config: PartConfig, block: BlockSpec) -> None:
         """
         Args:
-            config: the keys of a variant, an instance of its registered dataclass.
+            config: The keys of a variant, as an instance of its registered dataclass.
         """
         super().__init__(block)
         self.qkv = FusedLinear(block.n_embd, block.n_embd, parts=3)
@@ -57,12 +57,13 @@ class RotaryAttention(MultiHead):
     ) -> tuple[Tensor, Tensor]:
         """
         Args:
-            x: (B, T, C).
-            rotary: (T, 2, 1, 1, D), see `rotary_table`.
-            v1: (B, H, T, D) the values of the first block; None in that block.
+            x: Normalized vectors of the positions from `start` on, (B, T, C).
+            rotary: The result of `rotary_table` for these positions, (T, 2, 1, 1, D).
+            v1: The values of the first block, (B, H, T, D). None in that block itself.
+            cache: Keys and values of earlier positions when sampling. None in training.
 
         Returns:
-            (B, T, C) for the residual stream, and the values of the first block.
+            The output for the residual stream, (B, T, C), and the values of the first block.
         """
         B, T, C = x.shape
         qkv = self.qkv(x)  # (B, T, 3C)
@@ -79,14 +80,14 @@ class RotaryAttention(MultiHead):
         v = torch.addcmul(v, value_mix.to(v.dtype), v1)
 
         y = self.attend(q, k, v, cache, start)  # (B, H, T, D)
-        y = y.transpose(1, 2).reshape(B, T, C)  # the heads side by side
+        y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side
         return self.proj(y), v1
 
 
 def rotary_table(T: int, D: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return (T, 2, 1, 1, D): the cosine and the sine of each position's angles.
+    """Compute the cosine and sine of each position's angles, (T, 2, 1, 1, D).
 
-    The sine has the signs that `norm_and_rotate` needs.
+    The sines in the first half of D are negated, as `norm_and_rotate` expects.
     """
     frequencies = 10_000.0 ** (-2 * torch.arange(D // 2, device=device) / D)
     positions = torch.arange(T, device=device)

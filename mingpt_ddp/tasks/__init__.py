@@ -1,6 +1,7 @@
-"""Tasks, selected by `task.name`: which data, which model, batch -> loss and metrics.
+"""Tasks, selected by `task.name`. A task has the data, builds the model, and computes the loss.
 
-Nothing else in the package knows what a run learns. docs/your-own-model.md shows how to write one.
+Nothing else in the package knows what a run learns. docs/your-own-model.md shows how to write a
+task.
 """
 
 from typing import Any
@@ -20,24 +21,25 @@ BUILDERS["task"]["language_model"] = LanguageModel
 def build_task(
     config: Config,
     group: ProcessGroup,
-    state: dict[str, Any] | None = None,
-    kept: dict[str, Any] | None = None,
+    initial_state: dict[str, Any] | None = None,
+    recorded_state: dict[str, Any] | None = None,
 ) -> Task:
     """Build the task that `config` describes. A collective.
 
     Args:
-        state: of a snapshot whose weights the model will get; see `Task.extend`.
-        kept: state of the snapshot to resume or evaluate, untrusted; a tokenizer that was trained
-            or given is kept.
+        initial_state: The untrusted state.json of another run, whose weights the model starts from
+            (run.init_from). The task is adapted to these weights by `Task.extend`.
+        recorded_state: The untrusted state.json of the snapshot to resume or to evaluate. The task
+            keeps its tokenizer if it was trained or given.
 
     Raises:
-        CodeError: the user has registered something other than a Task.
+        CodeError: The user has registered something other than a Task.
     """
     kind = BUILDERS["task"][config.task.name]
     if not (isinstance(kind, type) and issubclass(kind, Task)):
         raise CodeError(f"the task {config.task.name} must be a subclass of mingpt_ddp.tasks.Task")
-    task = kind.build(config, group, state or kept or {})
-    if state:
+    task = kind.build(config, group, initial_state or recorded_state or {})
+    if initial_state:
         with task.discarded_if_refused():
-            task.extend(state)
+            task.extend(initial_state)
     return task

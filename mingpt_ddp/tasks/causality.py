@@ -11,25 +11,27 @@ from torch.nn import functional as F
 
 from mingpt_ddp.errors import CodeError
 from mingpt_ddp.models import eval_mode, has_cache, has_graph_step
-from mingpt_ddp.models.block_parts import LABEL
+from mingpt_ddp.models.block_parts import PART_LABEL
 
-# relative to the largest logit; covers summation order and TF32
+# Allowed difference between logits, as a fraction of the largest logit. It covers another order of
+# summation, and TF32.
 TOLERANCE = {"cpu": 1e-3, "cuda": 1e-2}
-OFFSET = 0.5  # the most that `draw_weights` adds to a parameter of one dimension
+MAX_OFFSET = 0.5  # largest number that `draw_weights` adds to an element of a vector
 
 
 def check_shapes(model: nn.Module, name: str, vocab_size: int, x: Tensor, y: Tensor) -> None:
-    """Check the shapes of logits (B, T, V), also those of the first call of sampling, and the loss.
+    """Check the shapes of a model's logits (B, T, V) and of its loss.
 
-    And of what a user's parts of blocks return.
+    Logits are checked for a batch of single tokens, as in the first call of sampling, and for a
+    whole sequence. Also check the shapes of the tensors that a user's block parts return.
 
     Args:
-        name: of the model, for messages.
-        x: (B, T) tokens.
-        y: (B, T) targets.
+        name: Name of the model in error messages.
+        x: Tokens (B, T).
+        y: Targets (B, T).
 
     Raises:
-        CodeError: another shape.
+        CodeError: A shape is wrong.
     """
     with eval_mode(model), torch.no_grad(), _checked_parts(model):
         for tokens in (x[:, :1], x[:1]):
@@ -48,8 +50,8 @@ def _check_shape(output: Any, shape: tuple[int, ...], promise: str) -> None:
 
 @contextmanager
 def _checked_parts(model: nn.Module) -> Iterator[None]:
-    """Require that each part of a user returns a tensor of the shape of its input."""
-    parts = [module for module in model.modules() if LABEL in vars(module)]
+    """In this context, require that each block part of the user keeps the shape of its input."""
+    parts = [module for module in model.modules() if PART_LABEL in vars(module)]
     hooks = [part.register_forward_hook(_check_part) for part in parts]
     try:
         yield
@@ -59,9 +61,9 @@ def _checked_parts(model: nn.Module) -> Iterator[None]:
 
 
 def _check_part(part: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-    """Refuse what would fail in the block, or be broadcast when added to the residual stream."""
+    """Refuse an output that would fail in the block, or be broadcast to the residual stream."""
     shape = tuple(arguments[0].shape)
-    promise = f"{vars(part)[LABEL]} must return a tensor of shape (B, T, C), here {shape}"
+    promise = f"{vars(part)[PART_LABEL]} must return a tensor of shape (B, T, C), here {shape}"
     if getattr(part, "rotary", False):
         promise += ", and the values of the first block"
         if isinstance(output, tuple) and len(output) == 2:
@@ -72,24 +74,28 @@ def _check_part(part: nn.Module, arguments: tuple[Any, ...], output: Any) -> Non
 
 
 def check_is_causal_lm(model: nn.Module, name: str, vocab_size: int, x: Tensor, y: Tensor) -> None:
-    """Check causality and the loss; call it after steps, since initial outputs are often zero.
+    """Check that a model is causal and computes the right loss.
+
+    Call this after some training steps, since the initial outputs of many models are zero.
 
     Args:
-        as for `check_shapes`.
+        name: Name of the model in error messages.
+        x: Tokens (B, T).
+        y: Targets (B, T).
 
     Raises:
-        CodeError: logits depend on later tokens, on other sequences or on chance, or the loss is
-            not their mean cross-entropy, or decoding with a cache gives others.
+        CodeError: The logits depend on later tokens, on other sequences, on chance, or on whether
+            the model decodes with a cache. Or the loss is not their mean cross-entropy.
     """
     other = x.clone()
-    other[:, -1] = (x[:, -1] + 1) % vocab_size  # another last token
+    other[:, -1] = (x[:, -1] + 1) % vocab_size  # x with another last token
     with eval_mode(model), torch.no_grad():
         logits = model(x)
         loss = model(x, y)
         again = model(x)
         other_logits = model(other)
         alone = torch.cat([model(row) for row in x.split(1)])
-        decoded = _decode(model, x)  # the logits after the last token, by each way
+        decoded = _decode(model, x)
 
     rounding = max(torch.finfo(logits.dtype).eps, torch.finfo(loss.dtype).eps)
     logits = logits.float()
@@ -110,21 +116,21 @@ def check_is_causal_lm(model: nn.Module, name: str, vocab_size: int, x: Tensor, 
         "is random in evaluation mode: apply dropout only if self.training is true",
     )
     check_equal(
-        other_logits[:, :-1],  # at the last position they may differ
+        other_logits[:, :-1],  # without the last position, where the logits may differ
         logits[:, :-1],
         "is not causal: its logits at a position depend on later characters",
     )
     check_equal(
         alone,
         logits,
-        "mixes sequences: the logits of one depend on the others in its batch",
+        "mixes sequences: the logits of a sequence depend on the other sequences in its batch",
     )
     for each in decoded:
         check_equal(
             each,
             logits[:, -1],
-            "decodes other logits with its cache than without; a part of a block that cannot "
-            "decode says recomputes = True",
+            "decodes different logits with its cache than without it; if a part of its blocks "
+            "cannot decode, set recomputes = True in that part",
         )
     if not math.isclose(float(loss), expected, abs_tol=relative * max(1.0, largest)):
         raise CodeError(
@@ -135,17 +141,18 @@ def check_is_causal_lm(model: nn.Module, name: str, vocab_size: int, x: Tensor, 
 
 @torch.no_grad()
 def draw_weights(model: nn.Module) -> None:
-    """Draw weights with which all that a block computes is seen in the logits, in place.
+    """Replace the weights by larger random ones, so that an error in a block shows in the logits.
 
-    After a few steps layers that write to the residual stream are nearly zero, and attention is
-    nearly uniform. Matrices are drawn from N(0, 1 / inputs); their zeros stay, which may be a mask,
-    unless all are. Other parameters grow, so that gates open and what is positive stays so.
+    After a few training steps the layers that write to the residual stream are still nearly zero,
+    and attention is nearly uniform. Matrices are therefore drawn from N(0, 1 / inputs). Zeros in a
+    matrix may be a mask, so they stay, unless the whole matrix is zero. Vectors only grow, so that
+    gates open and positive parameters stay positive.
     """
     for parameter in model.parameters():
         if not parameter.requires_grad or not parameter.is_floating_point():
             continue
         if parameter.dim() < 2:
-            parameter.add_(OFFSET * torch.rand_like(parameter))
+            parameter.add_(MAX_OFFSET * torch.rand_like(parameter))
             continue
         inputs = parameter[0].numel()
         drawn = torch.randn_like(parameter) / math.sqrt(max(1, inputs))
@@ -153,7 +160,11 @@ def draw_weights(model: nn.Module) -> None:
 
 
 def _decode(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """Return the logits (B, V) after x (B, T), by each way of the model to decode with a cache."""
+    """Compute the logits (B, V) of the last token of x (B, T) by decoding with a cache.
+
+    Return one result for each method of the model that decodes: `decode`, and `step`, which CUDA
+    graphs capture. Return [] for a model without a cache.
+    """
     position = x.shape[1] - 1
     weight = next(model.parameters(), x)
     in_graph = model if has_graph_step(model) else None

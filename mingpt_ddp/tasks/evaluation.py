@@ -1,4 +1,4 @@
-"""What a user's hook measures a model with, after an evaluation."""
+"""The argument of a user's hook that measures the model after an evaluation."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,37 +16,44 @@ from mingpt_ddp.tasks.task import Task
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a hook of @acts("evaluation") gets. With fsdp each call of the model is a collective."""
+    """The argument of a hook of @acts("evaluation"): the model, its task and helper functions.
+
+    With ddp.strategy=fsdp each call of the model is a collective.
+    """
 
     step: int
-    model: nn.Module  # in evaluation mode, with its averaged weights if trainer.ema is set
+    # The model is in evaluation mode. It has its averaged weights if trainer.ema is set.
+    model: nn.Module
     task: Task
     runtime: Runtime
 
     @property
     def device(self) -> torch.device:
-        """Return where the model takes its inputs."""
+        """Return the device on which the model expects its inputs."""
         return self.runtime.device
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer of a text.
+        """Return the tokenizer of a language model.
 
         Raises:
-            ConfigError: the task is another.
+            ConfigError: The task is not a language model.
         """
         if not isinstance(self.task, LanguageModel):
             raise ConfigError(f"task={self.task.config.task.name} has no tokenizer")
         return self.task.tokenizer
 
     def generate(self, prompt: str, max_new_tokens: int, **sampling: Any) -> str:
-        """Return the continuation of a prompt, on every rank; greedy without `temperature`.
+        """Generate the continuation of a prompt. Every rank returns the same text.
 
         Args:
-            sampling: `temperature`, `top_k`, `top_p`, as `mingpt_ddp.load(...).generate` takes.
+            prompt: The text to continue.
+            max_new_tokens: The number of tokens to generate.
+            sampling: Values of `temperature`, `top_k` and `top_p`, which mean the same as in
+                `mingpt_ddp.load(...).generate`. Without `temperature` generation is greedy.
 
         Raises:
-            ConfigError: no rank holds all weights.
+            ConfigError: No rank holds all weights.
         """
         if self.runtime.strategy.weights != "whole":
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Language modelling: predict each token of a text from those before it.
+"""Language modelling: predict each token of a text from the tokens before it.
 
 Shapes: B sequences, T tokens, V = vocab_size.
 """
@@ -42,21 +42,23 @@ log = logging.getLogger(__name__)
 NATS_PER_BIT = math.log(2)
 UNITS = {"char": "character", "byte": "byte", "bpe": "token", "none": "token"}
 SAMPLE_CHARACTERS = 400
-TRIAL_ROWS = 2  # sequences of a trial batch
-TRIAL_LENGTH = 64  # tokens of each
+TRIAL_SEQUENCES = 2  # number of sequences in a trial batch
+TRIAL_TOKENS = 64  # number of tokens in each sequence of a trial batch
 
 
 class LanguageModel(Task):
-    """Cross-entropy in nats per token.
+    """The task of a language model. Its loss is the cross-entropy in nats per token.
 
     The model has the interface of `mingpt_ddp.models.LanguageModel`.
     """
 
     unit = "tokens"
-    comparable = ("bits_per_byte", "bits_per_char")  # between tokenizers
-    _notes: tuple[str, ...] = ()  # lines for the log: how the texts are read
-    _ids: Tensor | None = None  # the model's id of each token of the text, where they differ
-    _lengths: "_TokenLengths | None" = None  # of the tokenizer, once it is needed
+    comparable = ("bits_per_byte", "bits_per_char")  # do not depend on the tokenizer
+    _notes: tuple[str, ...] = ()  # log lines that say how the texts are read
+    # Maps the id of each token in the text to its id in the model. None if both are the same.
+    _model_ids: Tensor | None = None
+    # Lengths of the tokenizer's tokens. None until an evaluation needs them.
+    _lengths: "_TokenLengths | None" = None
 
     def __init__(
         self,
@@ -65,22 +67,22 @@ class LanguageModel(Task):
         state: Any = None,
         recorded: RecordedText | None = None,
     ) -> None:
-        """Encode the texts once per node.
+        """Encode the texts once per node. A collective.
 
         Args:
-            state: Untrusted state in a snapshot, whose tokenizer is kept. None builds
-                `data.tokenizer`.
-            recorded: The text of the snapshot that the run resumes from, if it has one.
+            state: Untrusted state.json of a snapshot whose tokenizer to use. None builds the
+                tokenizer of `data.tokenizer`.
+            recorded: The text that the snapshot to resume has recorded. None if there is none.
 
         Raises:
-            ConfigError: the configuration selects a dataset of samples.
-            DataError: the text cannot be read.
+            ConfigError: The configuration selects a dataset of samples.
+            DataError: The text cannot be read.
         """
         if not isinstance(config.data, DataConfig):
             raise ConfigError(
                 f"task.name={config.task.name} needs a text; for "
-                f"data.dataset={config.data.dataset} add a task and a model "
-                "of yours (docs/your-own-model.md)"
+                f"data.dataset={config.data.dataset} write your own task and model "
+                "(docs/your-own-model.md)"
             )
         self.config = config
         self.group = group
@@ -102,23 +104,30 @@ class LanguageModel(Task):
         self.text = texts.pop("")
         self.dataset = TextDataset(self.text, config.data)
         self.sha256 = self.text.sha256
-        self.val_texts: dict[str, Any] = {}  # further texts to evaluate, tokens by split name
+        # The tokens of further texts to evaluate, by the name of the split.
+        self.val_texts: dict[str, Any] = {}
         for name, text in texts.items():
             self.val_texts[f"val_{name}"] = TextDataset(text, config.data).whole
-        group.barrier()  # `discard` deletes new files: let every rank open them first
+        # `discard` may delete the new files of the cache. Every rank must have opened them first.
+        group.barrier()
         self.shape = self.tokenizer.vocab_size, config.data.block_size
 
     @classmethod
-    def build(cls, config: Config, group: ProcessGroup, kept: dict[str, Any]) -> Task:
-        """Keep a tokenizer that was trained or given: the source may be gone."""
-        is_given = "tokenizer" in kept
-        if isinstance(config.data, DataConfig) and "vocabulary" in kept:  # else the text's own
+    def build(cls, config: Config, group: ProcessGroup, recorded_state: dict[str, Any]) -> Task:
+        """Build the task with the recorded tokenizer if that was trained or given.
+
+        The files of such a tokenizer may be gone. A tokenizer of characters is made anew from the
+        text.
+        """
+        is_given = "tokenizer" in recorded_state
+        if isinstance(config.data, DataConfig) and "vocabulary" in recorded_state:
             is_given = config.data.format == "tokens" or config.data.tokenizer != "char"
-        return cls(config, group, kept if is_given else None, recorded_text(kept))
+        state = recorded_state if is_given else None
+        return cls(config, group, state, recorded_text(recorded_state))
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the model, which a snapshot keeps."""
+        """The tokenizer of the model. Snapshots save it."""
         return self.dataset.tokenizer
 
     def discard(self) -> None:
@@ -150,8 +159,11 @@ class LanguageModel(Task):
         windows = steps and steps * self.config.trainer.batch_size
         return TokenSplit(tokens, self.config.data.block_size, device, windows)
 
-    def _unit(self) -> str:
-        """Return what the loss is the mean of; the end of a document is no character."""
+    def _loss_unit(self) -> str:
+        """Return the word for one item of the mean loss, such as "character" or "token".
+
+        With an end token items are called tokens, since the end of a document is not a character.
+        """
         tokenizer = self.tokenizer
         return UNITS[tokenizer.name] if tokenizer.end is None else "token"
 
@@ -167,7 +179,7 @@ class LanguageModel(Task):
         counts = [f"{len(tokens):,} {name}" for name, tokens in splits.items() if len(tokens)]
         *first, last = counts
         tokenizer = self.tokenizer
-        unit = self._unit()
+        unit = self._loss_unit()
         sizes = f"{', '.join(first)} and {last} {unit}s"
         text = f"{self.config.data.label}: {sizes}, {tokenizer.vocab_size} distinct"
         if isinstance(tokenizer, NoTokenizer):
@@ -176,32 +188,33 @@ class LanguageModel(Task):
 
     def state(self) -> dict[str, Any]:
         text: dict[str, Any] = {"sha256": self.text.sha256, "length": self.text.length}
-        if self.text.form != "text":  # as in earlier versions
+        if self.text.form != "text":  # earlier versions know only this format, and do not record it
             text["format"] = self.text.form
         return {**self.tokenizer.state(), "text": text}
 
     def extend(self, state: dict[str, Any]) -> None:
-        """Take the tokenizer of the snapshot; characters that it lacks are added at its end.
+        """Use the tokenizer of the snapshot, extended by the characters that the text adds.
 
         Raises:
-            ConfigError: the text was encoded by a tokenizer of another kind.
+            ConfigError: The text was encoded by a different tokenizer, which is not extended.
         """
-        known = tokenizer_from_state(state)
-        encoded_by = self.tokenizer
-        if encoded_by.end is not None:
-            known = known.with_end()
-        if isinstance(known, CharTokenizer) and isinstance(encoded_by, CharTokenizer):
-            new = "".join(c for c in encoded_by.vocabulary if c not in known.index)
-            known = CharTokenizer(known.vocabulary + new)
-            ids = known.encode(encoded_by.vocabulary)
+        saved = tokenizer_from_state(state)
+        own = self.tokenizer
+        if own.end is not None:
+            saved = saved.with_end()
+        if isinstance(saved, CharTokenizer) and isinstance(own, CharTokenizer):
+            new = "".join(c for c in own.vocabulary if c not in saved.index)
+            saved = CharTokenizer(saved.vocabulary + new)
+            ids = saved.encode(own.vocabulary)
             is_same = ids == list(range(len(ids)))
-            self._ids = None if is_same else torch.tensor(ids)
-        elif known.state() != encoded_by.state():
+            self._model_ids = None if is_same else torch.tensor(ids)
+        elif saved.state() != own.state():
             raise ConfigError(
-                f"the weights have a {known.name} tokenizer, the text a {encoded_by.name} tokenizer"
+                f"the weights have a {saved.name} tokenizer, the text has a different {own.name} "
+                "tokenizer"
             )
-        self.dataset.tokenizer = known
-        self.shape = (known.vocab_size, self.shape[1])
+        self.dataset.tokenizer = saved
+        self.shape = (saved.vocab_size, self.shape[1])
 
     def files(self) -> dict[str, str]:
         tokenizer = self.tokenizer
@@ -210,31 +223,32 @@ class LanguageModel(Task):
         return {}
 
     def adopt(self, state: dict[str, Any], is_other_data: bool) -> None:
-        """Evaluate other data as a whole.
+        """Prepare to evaluate a snapshot's model. Another text is evaluated as a whole.
 
         Raises:
-            DataError: the text has changed.
+            DataError: The text has changed since the run.
         """
         super().adopt(state, is_other_data)
-        known = tokenizer_from_state(state)
-        encoded_by = self.tokenizer
-        if isinstance(known, CharTokenizer) and isinstance(encoded_by, CharTokenizer):
-            known.encode(encoded_by.vocabulary)
+        saved = tokenizer_from_state(state)
+        own = self.tokenizer
+        if isinstance(saved, CharTokenizer) and isinstance(own, CharTokenizer):
+            saved.encode(own.vocabulary)  # raises an error for an unknown character
         self.extend(state)
         if is_other_data:
             self.dataset.val = self.dataset.whole
             self.dataset.test = self.dataset.whole
 
     def in_ids_of_model(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Replace the text's ids in tokens and targets (B, T) by the model's, where they differ.
+        """Translate tokens and targets (B, T) from the ids of the text to the ids of the model.
 
-        They do after a start from weights of another text; a `loss` of your own begins with this.
+        They differ if the run starts from weights that were trained on another text. Begin a `loss`
+        of your own with this call.
         """
-        if self._ids is None:
+        if self._model_ids is None:
             return batch
         tokens, targets = batch
-        self._ids = self._ids.to(tokens.device)
-        return self._ids[tokens], self._ids[targets]
+        self._model_ids = self._model_ids.to(tokens.device)
+        return self._model_ids[tokens], self._model_ids[targets]
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         tokens, targets = self.in_ids_of_model(batch)  # each (B, T)
@@ -250,9 +264,9 @@ class LanguageModel(Task):
         return self.measure(model(tokens), targets)
 
     def measure(self, logits: Tensor, targets: Tensor) -> dict[str, Mean]:
-        """Return what evaluation measures: sums over the batch, each with its number of items.
+        """Compute the metrics of evaluation: sums over the batch, each with its number of items.
 
-        A task of your own adds metrics here. They cost no second forward pass.
+        Override this to add metrics to a task of your own. They need no second forward pass.
 
         Args:
             logits: Logits of the batch (B, T, V), which the model has computed.
@@ -273,7 +287,7 @@ class LanguageModel(Task):
         return {**measured, "bits_per_byte": (bits, n_bytes), "bits_per_char": (bits, n_characters)}
 
     def describe(self, metrics: Mapping[str, float]) -> str:
-        unit = self._unit()
+        unit = self._loss_unit()
         nats = metrics["loss"]
         texts = [f"loss {nats:.4f} nats ({nats / NATS_PER_BIT:.4f} bits) per {unit}"]
         if "bits_per_byte" in metrics:
@@ -288,9 +302,9 @@ class LanguageModel(Task):
         return ", ".join(texts)
 
     def sample(self, model: nn.Module, step: int) -> str | None:
-        """Generate a text on rank zero, keyed by the seed and the step.
+        """Generate a text on rank zero. Its random numbers depend on the seed and the step only.
 
-        Return None on other ranks, and without a tokenizer.
+        Return None on the other ranks, and if there is no tokenizer.
         """
         tokenizer = self.tokenizer
         if isinstance(tokenizer, NoTokenizer):
@@ -306,8 +320,8 @@ class LanguageModel(Task):
 
     def trial_batch(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         tokens, targets = batch
-        tokens = tokens[:TRIAL_ROWS, :TRIAL_LENGTH].contiguous()
-        targets = targets[:TRIAL_ROWS, :TRIAL_LENGTH].contiguous()
+        tokens = tokens[:TRIAL_SEQUENCES, :TRIAL_TOKENS].contiguous()
+        targets = targets[:TRIAL_SEQUENCES, :TRIAL_TOKENS].contiguous()
         return tokens, targets
 
     def check_model(self, model: nn.Module, batch: tuple[Tensor, Tensor], trained: bool) -> None:
@@ -318,15 +332,16 @@ class LanguageModel(Task):
             check_shapes(model, name, vocab_size, tokens, targets)
             return self.check_measured(model, self.trial_batch(batch))
         check_is_causal_lm(model, name, vocab_size, tokens, targets)
-        if isinstance(self.config.model, TransformerConfig):  # the trial has no use for it anymore
-            draw_weights(model)
+        if isinstance(self.config.model, TransformerConfig):
+            draw_weights(model)  # the dry run does not use the model after this check
             check_is_causal_lm(model, name, vocab_size, tokens, targets)
 
 
 class _TokenLengths:
-    """The bytes and characters of tokens; the tables stay on the device of the latest tokens.
+    """Counts the bytes and characters of tokens.
 
-    Copying them for each batch would wait for a GPU each time.
+    Its tables stay on the device of the latest tokens: to copy them for each batch would wait for
+    the GPU each time.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -335,7 +350,7 @@ class _TokenLengths:
         self._characters = torch.from_numpy(tokenizer.token_characters)  # (V,)
 
     def total(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the bytes and the characters of all tokens together."""
+        """Return the total number of bytes, and of characters, of all tokens."""
         self._sizes = self._sizes.to(tokens.device)
         self._characters = self._characters.to(tokens.device)
         return self._sizes[tokens].sum(), self._characters[tokens].sum()

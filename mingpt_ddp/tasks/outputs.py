@@ -1,4 +1,4 @@
-"""What a task's `loss` returns in training: losses, and metrics to log with them."""
+"""The values that `Task.loss` returns in training: losses, and metrics to log with them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,19 +11,20 @@ from torch import Tensor, nn
 from mingpt_ddp.errors import CodeError
 
 Mean: TypeAlias = tuple[Tensor | float, Tensor | int]  # a sum, and the number of items in it
-Losses: TypeAlias = Tensor | Mapping[str, Tensor]  # the mean loss, or several whose sum is trained
+# The mean loss of a batch, or several losses by name, whose sum is trained.
+Losses: TypeAlias = Tensor | Mapping[str, Tensor]
 Metrics: TypeAlias = Mapping[str, Tensor | float | Mean]  # a scalar counts as one item
 Returned: TypeAlias = Losses | tuple[Losses, Metrics]
 
-# Prefixes of what the ranks add up for a metric.
+# A metric is a sum and a count. The ranks add up both, under its name with these prefixes.
 SUM = "sum/"
 COUNT = "count/"
-TAKEN = ("loss", "lr", "epoch", "grad_norm")  # logged as train/<name> of every run
+RESERVED_NAMES = ("loss", "lr", "epoch", "grad_norm")  # every run logs these as train/<name>
 
 
 @runtime_checkable
 class SupportsStepMetrics(Protocol):
-    """Optional for a model: metrics of its latest forward pass, to be logged."""
+    """An optional method of a model, which returns metrics of its latest forward pass to log."""
 
     def step_metrics(self) -> Metrics:
         """Return scalars, or pairs of a sum and the number of items in it, by name."""
@@ -33,15 +34,16 @@ class SupportsStepMetrics(Protocol):
 class Outputs:
     """The losses and the metrics of a micro-batch."""
 
-    losses: dict[str, Tensor]  # the total as `loss`, and each of several as `loss_<name>`
+    # The total loss is called `loss`. If there are several losses, each is called `loss_<name>`.
+    losses: dict[str, Tensor]
     metrics: dict[str, Mean]
 
     def shares(self, divisor: int, copies: int) -> dict[str, Tensor]:
-        """Return a micro-batch's shares of what the ranks add up in a step.
+        """Return this micro-batch's share of each sum that the ranks add up in a step.
 
         Args:
-            divisor: how many shares make up a mean loss.
-            copies: ranks that compute the same metrics.
+            divisor: The number of micro-batches whose shares add up to a mean loss.
+            copies: The number of ranks that compute the same metrics.
         """
         shares = {name: loss.detach() / divisor for name, loss in self.losses.items()}
         device = self.losses["loss"].device
@@ -52,11 +54,14 @@ class Outputs:
 
 
 def outputs_of(returned: Returned, model: nn.Module | None = None) -> Outputs:
-    """Return what `Task.loss` has returned, with the metrics of the model if it has some.
+    """Convert the return value of `Task.loss`, and add the metrics of the model's `step_metrics`.
+
+    Args:
+        returned: The value that `Task.loss` has returned.
+        model: The model, which may have a method `step_metrics`. None to leave its metrics out.
 
     Raises:
-        CodeError: one of them has returned no dictionary of metrics, or `step_metrics` is no
-            method.
+        CodeError: The metrics are not a dictionary, or `step_metrics` is not a method.
     """
     pair = returned if isinstance(returned, tuple) else (returned, {})
     if len(pair) != 2:
@@ -74,16 +79,18 @@ def outputs_of(returned: Returned, model: nn.Module | None = None) -> Outputs:
 
 
 def as_means(metrics: Metrics, source: str) -> dict[str, Mean]:
-    """Return each metric with its number of items, which is 1 of a scalar.
+    """Return each metric as a sum and a number of items. A scalar is one item.
 
     Args:
-        source: what has returned them, for the message.
+        source: The function that has returned the metrics, for the error message.
 
     Raises:
-        CodeError: they are no dictionary.
+        CodeError: The metrics are not a dictionary.
     """
     if not isinstance(metrics, Mapping):
-        raise CodeError(f"{source} must return a dictionary of metrics, not {_kind(metrics)}")
+        raise CodeError(
+            f"{source} must return a dictionary of metrics, not {_shape_or_type(metrics)}"
+        )
     means = {}
     for name, value in metrics.items():
         means[name] = value if isinstance(value, tuple) else (value, 1)
@@ -96,7 +103,8 @@ def named_losses(losses: Losses) -> dict[str, Tensor]:
         return {"loss": losses}
     parts = {f"loss_{name}": loss for name, loss in losses.items()}
     if not parts or not all(map(_is_loss, parts.values())):
-        return {**parts, "loss": losses}  # type: ignore[dict-item]  # which is refused
+        # `check_outputs` refuses this.
+        return {**parts, "loss": losses}  # type: ignore[dict-item]
     return {"loss": torch.stack([*parts.values()]).sum(), **parts}
 
 
@@ -111,25 +119,25 @@ def check_outputs(owner: str, outputs: Outputs) -> None:
     """Refuse losses and metrics that cannot be averaged.
 
     Args:
-        owner: the task or the model, for the message.
+        owner: The task, model, hook or step that the error message begins with.
 
     Raises:
-        CodeError: names the loss or the metric.
+        CodeError: The message names the loss or the metric.
     """
     for name, loss in outputs.losses.items():
         if not _is_loss(loss):
             raise CodeError(
-                f"{owner}: loss(model, batch) must return scalar tensors, not {_kind(loss)} as "
-                f"{name}"
+                f"{owner}: loss(model, batch) must return scalar tensors, not "
+                f"{_shape_or_type(loss)} as {name}"
             )
     for name, mean in outputs.metrics.items():
-        if not _is_free(name):
+        if not _is_valid_name(name):
             raise CodeError(f"{owner}: a metric cannot have the name {name!r}; choose another")
         if not is_pair(mean):
-            kinds = " and ".join(map(_kind, mean))
+            actual = " and ".join(map(_shape_or_type, mean))
             raise CodeError(
                 f"{owner}: the metric {name} must be a scalar, or a pair of a sum and a number of "
-                f"items, not {kinds}"
+                f"items, not {actual}"
             )
 
 
@@ -137,18 +145,19 @@ def _is_loss(value: Any) -> bool:
     return isinstance(value, Tensor) and value.shape == ()
 
 
-def _is_free(name: Any) -> bool:
-    """Return whether a metric may have this name.
+def _is_valid_name(name: Any) -> bool:
+    """Return True if a metric may have this name.
 
-    Without a slash, which is an underscore in metrics.jsonl: a/b and a_b would be one.
+    A name must not contain a slash. metrics.jsonl writes a slash as an underscore, so that a/b and
+    a_b would be the same metric there.
     """
-    if not isinstance(name, str) or name in TAKEN or name.startswith("loss_"):
+    if not isinstance(name, str) or name in RESERVED_NAMES or name.startswith("loss_"):
         return False
     return name != "" and name.isprintable() and "/" not in name
 
 
 def is_pair(value: Any) -> bool:
-    """Return whether a value is a sum and a number of items, each a number or a scalar tensor."""
+    """Return True for a pair of a sum and a number of items, each a number or a scalar tensor."""
     return isinstance(value, (tuple, list)) and len(value) == 2 and all(map(_is_scalar, value))
 
 
@@ -164,6 +173,6 @@ def _is_scalar(value: Any) -> bool:
     return True
 
 
-def _kind(value: Any) -> str:
+def _shape_or_type(value: Any) -> str:
     """Return the shape of a tensor, or the type of anything else."""
     return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__

@@ -1,4 +1,4 @@
-"""The text of a run in the state of its snapshots: its hash and the format it was read by."""
+"""The text of a run, as its snapshots record it: the hash of the text and its format."""
 
 import contextlib
 import logging
@@ -33,24 +33,25 @@ def recorded_text(state: Any) -> RecordedText | None:
         return None
     raise SnapshotError(
         f"the snapshot has a text of format {str(form)[:100]!r}, which this version "
-        "does not know; resume it with the version that has written it"
+        "does not know; resume it with the version that has saved it"
     )
 
 
 def with_recorded_format(config: Config, state: Any, command_line_keys: Container[str]) -> Config:
-    """Return the configuration with the `data.format` by which a run has read its texts before.
+    """Return the configuration with the `data.format` that the run has used so far.
 
     Args:
         state: The untrusted state.json of the snapshot to resume. None if there is none.
+        command_line_keys: Keys that the user has set on the command line.
 
     Raises:
-        ConfigError: The command line names another format.
+        ConfigError: The command line names a format that differs from the recorded one.
     """
     if state is None or not isinstance(config.data, DataConfig):
         return config
     form: Any = None
     decided = "text"  # the format that auto chose at the first start
-    with contextlib.suppress(LookupError, TypeError):  # it is damaged, and refused later
+    with contextlib.suppress(LookupError, TypeError):  # a damaged state is refused later
         form = with_data_format(state["config"])["data"]["format"]
         decided = state["text"].get("format", "text")
     if form not in get_args(Form):
@@ -60,8 +61,8 @@ def with_recorded_format(config: Config, state: Any, command_line_keys: Containe
     if "data.format" in command_line_keys and form != config.data.format:
         if config.data.format not in ("auto", decided):
             raise ConfigError(
-                f"data.format={config.data.format}: the run has read its texts before with "
-                f"data.format={decided}; leave it out, or choose another run.name"
+                f"data.format={config.data.format}: the run has read its texts with "
+                f"data.format={decided} so far; leave the key out, or choose another run.name"
             )
-        log.info("the run goes on with data.format=%s, as it has read its texts before", form)
+        log.info("the run continues with data.format=%s, as in its earlier starts", form)
     return replace(config, data=replace(config.data, format=form))

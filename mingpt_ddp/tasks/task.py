@@ -1,4 +1,7 @@
-"""The base class of all tasks: a map-style dataset, a model, batch -> loss and metrics."""
+"""The base class of all tasks. It has a map-style dataset, and builds the model.
+
+A subclass computes the loss of a batch.
+"""
 
 import contextlib
 import json
@@ -19,39 +22,42 @@ from mingpt_ddp.models import build_model, eval_mode
 from mingpt_ddp.storage.lines import MAX_LINE_BYTES
 from mingpt_ddp.tasks.outputs import Mean, Returned, check_outputs, is_pair, outputs_of
 
-BYTES_PER_METRIC = 40  # of a line, besides the name as the task gives it
-MAX_METRICS_BYTES = MAX_LINE_BYTES // 4  # of one evaluation
+# A line of metrics.jsonl takes at most this many bytes for a metric, besides its name.
+BYTES_PER_METRIC = 40
+MAX_METRICS_BYTES = MAX_LINE_BYTES // 4  # limit for the metrics of one evaluation
 
 
 class Task:
-    """What a run learns from a map-style dataset.
+    """A task with a map-style dataset.
 
-    A task of your own inherits from it and has a `loss`.
+    To write a task of your own, inherit from this class and define `loss`.
 
     Attributes:
-        config: the whole configuration.
-        datasets: the splits.
-        sha256: of the data; a run resumes only with the same.
-        shape: what the model's builder receives besides its configuration: the outputs, and the
-            shape of an input; of gpt and modern the vocabulary size and the context length.
+        config: The whole configuration.
+        datasets: The training, validation and test splits.
+        sha256: Hash of the data. A run resumes only if it is still the same.
+        shape: Two arguments for the model's builder: the number of outputs, and the shape of an
+            input. For gpt and modern these are the vocabulary size and the context length.
     """
 
-    unit = "samples"  # what a step consumes; metrics count them per second
+    unit = "samples"  # the items of a step; the log shows how many are trained per second
     comparable: tuple[str, ...] = ()  # metrics that result.json repeats without `val_`
 
     def __init__(self, config: Config, group: ProcessGroup) -> None:
-        """Load the data, first on one rank of every node, which may download it. A collective.
+        """Load the data. A collective.
+
+        One rank of every node loads it first, and may download it for the others.
 
         Raises:
-            ConfigError: the configuration selects text.
-            DataError: the data cannot be read or is too small.
+            ConfigError: The configuration selects a text.
+            DataError: The data cannot be read, or there is too little of it.
         """
         self.config = config
         if not isinstance(config.data, DatasetConfig):
             raise ConfigError(
-                f"task.name={config.task.name} needs a dataset of yours "
-                f"(docs/your-own-model.md); {config.data.label} is a text, whose task is "
-                "language_model or derives from mingpt_ddp.tasks.LanguageModel"
+                f"task.name={config.task.name} needs your own dataset "
+                f"(docs/your-own-model.md), but {config.data.label} is a text; for a text use "
+                "language_model, or a task that inherits from mingpt_ddp.tasks.LanguageModel"
             )
         built: list[Datasets] = []
 
@@ -63,7 +69,7 @@ class Task:
             build, f"loading data.dataset={config.data.dataset}"
         )
         self.datasets = built[0] if built else build_datasets(config.data)
-        sample = self.datasets.val[0]  # without augmentation
+        sample = self.datasets.val[0]  # training samples may be augmented
         x = sample[0] if isinstance(sample, (tuple, list)) else sample
         inputs: Any = tuple(getattr(x, "shape", ()))
         is_tokens = len(inputs) == 1 and x.dtype == torch.int64
@@ -72,22 +78,26 @@ class Task:
         self.shape: tuple[int, Any] = (self.datasets.outputs, inputs)
 
     @classmethod
-    def build(cls, config: Config, group: ProcessGroup, kept: dict[str, Any]) -> "Task":
+    def build(cls, config: Config, group: ProcessGroup, recorded_state: dict[str, Any]) -> "Task":
         """Build the task. A collective.
 
         Args:
-            kept: of the snapshot whose weights the model will get, untrusted; {} if there is none.
+            recorded_state: The untrusted state.json of the snapshot whose weights the model will
+                get. {} if there is none.
         """
         return cls(config, group)
 
     # Data.
 
     def discard(self) -> None:
-        """Delete what this object has added to a cache, because the configuration is refused."""
+        """Delete the files that this task has added to a cache.
+
+        Called if the configuration is refused.
+        """
 
     @contextlib.contextmanager
     def discarded_if_refused(self) -> Iterator[None]:
-        """Leave no cache behind if the body refuses the configuration."""
+        """In this context, discard new files of the cache if the configuration is refused."""
         try:
             yield
         except UserError:
@@ -102,16 +112,20 @@ class Task:
         return SampleLoader(self.datasets.train, self.config.data, batch_size, seed, on_gpu)
 
     def split_names(self) -> list[str]:
-        """Return the splits to evaluate: `val`, `test`, and further ones as `val_<name>`.
+        """Return the names of the splits to evaluate: `val`, `test`, and any `val_<name>`.
 
-        Those are measured with `val`.
+        The splits `val_<name>` are evaluated together with `val`.
         """
         return ["val", "test"]
 
     def split(self, name: str, device: torch.device) -> Split | None:
-        """Return a split to evaluate, `val` or `test`; None if there is none.
+        """Return a split to evaluate, or None if the data has no such split.
 
-        `test` is always whole.
+        `val` is limited to trainer.eval_steps batches. `test` is always evaluated completely.
+
+        Args:
+            name: The name of the split, `val` or `test`.
+            device: The device on which the model expects its inputs.
         """
         dataset = getattr(self.datasets, name)
         if dataset is None:
@@ -122,11 +136,11 @@ class Task:
         return SampleSplit(dataset, self.config.data, on_gpu, samples)
 
     def data_notes(self) -> list[str]:
-        """Return further lines about the data for the log."""
+        """Return lines about the data for the log, in addition to `describe_data`."""
         return []
 
     def describe_data(self) -> str:
-        """Return a line about the data for the log."""
+        """Describe the data in one line for the log: its name, and the size of each split."""
         sizes = []
         for name in ("train", "val", "test"):
             dataset = getattr(self.datasets, name) or ()
@@ -134,69 +148,83 @@ class Task:
         return f"{self.config.data.label}: {', '.join(sizes)} samples"
 
     def state(self) -> dict[str, Any]:
-        """Return JSON values for a snapshot: what identifies the data, and what sampling needs."""
+        """Return the state of the task for a snapshot, as JSON values.
+
+        It identifies the data, and contains the values that sampling needs, such as a vocabulary.
+        """
         return {"data": {"sha256": self.sha256}}
 
     def extend(self, state: dict[str, Any]) -> None:
-        """Take from a snapshot what its weights need to keep their meaning.
+        """Adapt this task to the weights of a snapshot that was trained on other data.
 
-        Other data may need more of it.
+        A language model, for example, takes over the vocabulary of the snapshot, since each row of
+        the embedding belongs to a token. It adds the characters that only the new text has.
 
         Args:
-            state: of the snapshot, untrusted.
+            state: The untrusted state.json of the snapshot.
         """
 
     def files(self) -> dict[str, str]:
-        """Return further files of the run directory by name, for a reader of the snapshots."""
+        """Return files to write to the run directory, as text by file name.
+
+        Other programs may need them to read the snapshots, for example a tokenizer.json.
+        """
         return {}
 
     def adopt(self, state: dict[str, Any], is_other_data: bool) -> None:
         """Check that a snapshot's model fits the data, to evaluate it.
 
         Args:
-            state: of the snapshot, untrusted.
-            is_other_data: the user has named other data than that of the snapshot's run.
+            state: The untrusted state.json of the snapshot.
+            is_other_data: True if the user has asked to evaluate other data than the data that the
+                model was trained on.
 
         Raises:
-            DataError: the data is not that of the snapshot's run.
+            DataError: The data differs from the data of the run, although the user has not asked
+                for other data.
         """
         if not is_other_data and recorded_sha256(state) != self.sha256:
-            raise DataError("the data has changed since the run; give data.path, where it is now")
+            raise DataError(
+                "the data has changed since the run; set data.path to the place of the original "
+                "data"
+            )
 
     # The model.
 
     def set_outputs(self, outputs: int) -> None:
-        """Let the model have other outputs than the data needs, for a plan.
+        """Give the model another number of outputs than the data needs. Used by `plan`.
 
         Raises:
-            ConfigError: they are those of the data.
+            ConfigError: The data determines the number of outputs.
         """
-        raise ConfigError(f"vocab_size={outputs} is of texts; leave it out")
+        raise ConfigError(f"vocab_size={outputs} works only for texts; leave it out")
 
     def build_model(self) -> nn.Module:
-        """Build the model of `config.model`; torch's global generator draws its weights."""
+        """Build the model of `config.model`. Its weights come from torch's global generator."""
         return build_model(self.config.model, *self.shape)
 
-    # What it learns.
+    # Loss and metrics.
 
     def loss(self, model: nn.Module, batch: Any) -> Returned:
-        """Return the mean loss of a batch, or several by name, whose sum is trained.
+        """Compute the mean loss of a batch, or several losses by name, whose sum is trained.
 
-        With metrics, by name, it returns a pair: the loss or losses, and the metrics, each a scalar
-        or a pair of a sum and the number of items in it. They are logged, and not trained.
+        To log metrics as well, return a pair: the loss or losses, and a dictionary of metrics. A
+        metric is a scalar, or a pair of a sum and its number of items. Metrics are only logged.
 
         Args:
-            model: call it as model(...), not its methods: what wraps it averages the gradients.
-                Call it once, since with fsdp each call gathers all weights; for two passes with
-                other dropout masks pass the batch twice, as in `model(torch.cat([x, x]))`.
-            batch: collated samples, on the device.
+            model: The model. Call it as model(...), and do not call its methods: the call runs the
+                wrapper that averages the gradients. Call it only once, since with fsdp each call
+                gathers all weights. For two passes with different dropout masks pass the batch
+                twice, as in `model(torch.cat([x, x]))`.
+            batch: Collated samples, on the device.
         """
         raise NotImplementedError
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Mean]:
-        """Return what evaluation measures: sums over the batch, each with its number of items.
+        """Compute the metrics of evaluation: sums over the batch, each with its number of items.
 
-        `loss` is required: snapshots and sweeps compare it. The sums of all ranks are added.
+        The sums and numbers of all batches and ranks are added up, and the log shows the means. One
+        metric must be called `loss`, since snapshots and sweeps compare it.
         """
         outputs = outputs_of(self.loss(model, batch), model)
         n = batch_length(batch)
@@ -204,30 +232,32 @@ class Task:
         return losses | outputs.metrics
 
     def describe(self, metrics: Mapping[str, float]) -> str:
-        """Return metrics as text for the log."""
+        """Return the text that the log shows for these metrics."""
         texts = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items()]
         return ", ".join(texts)
 
     # Optional.
 
     def sample(self, model: nn.Module, step: int) -> str | None:
-        """Return a text that the model generates; None: the task has none."""
+        """Generate a text with the model. Return None if the task does not generate texts."""
         return None
 
     # Checks of a user's code, before anything is written.
 
     def trial_batch(self, batch: Any) -> Any:
-        """Return a part of a batch that suffices for trial steps."""
+        """Return a part of a batch that is large enough for the steps of the dry run."""
         return batch
 
     def check_model(self, model: nn.Module, batch: Any, trained: bool) -> None:
-        """Check what a user's model and task return.
+        """Check the values that a user's model and task return.
 
         Args:
-            trained: called again after trial steps, with `trial_batch`.
+            model: The model to check.
+            batch: A whole batch in the first call, and a `trial_batch` in the second one.
+            trained: False in the first call. True in the second call, after the trial steps.
 
         Raises:
-            CodeError: another type or shape than the task needs.
+            CodeError: A value has the wrong type or shape.
         """
         name = self.config.task.name
         outputs = outputs_of(self.loss(model, batch))
@@ -236,10 +266,10 @@ class Task:
         self.check_measured(model, batch)
 
     def check_measured(self, model: nn.Module, batch: Any) -> None:
-        """Check what a user's `metrics` returns.
+        """Check the metrics that a user's `metrics` returns.
 
         Raises:
-            CodeError: It does not return pairs by name, or there is no loss.
+            CodeError: The metrics are not pairs by name, or none of them is called `loss`.
         """
         name = self.config.task.name
         with eval_mode(model), torch.no_grad():
@@ -247,30 +277,34 @@ class Task:
         is_named = isinstance(metrics, Mapping) and "loss" in metrics
         if not is_named or not all(map(is_pair, metrics.values())):
             raise CodeError(
-                f"the task {name}: metrics(model, batch) must return pairs (sum, number) by name, "
-                "among them loss"
+                f"the task {name}: metrics(model, batch) must return a dictionary of pairs (sum, "
+                "number), and one of its keys must be loss"
             )
         check_metrics(name, metrics)
 
 
 def check_metrics(task: str, metrics: Mapping[str, Any]) -> None:
-    """Refuse metrics of which a line of metrics.jsonl or a message to a sweep could not be read.
+    """Refuse more metrics than a line of metrics.jsonl or a message to a sweep can hold.
 
     Raises:
-        CodeError: names the task.
+        CodeError: There are too many metrics. The message names the task.
     """
     size = sum(len(json.dumps(name)) + BYTES_PER_METRIC for name in metrics)
     if size > MAX_METRICS_BYTES:
         raise CodeError(
-            f"the task {task} has {len(metrics):,} metrics or losses, which take {size:,} bytes of "
-            f"at most {MAX_METRICS_BYTES:,}; return fewer"
+            f"the task {task} has {len(metrics):,} metrics or losses, which take {size:,} bytes; "
+            f"at most {MAX_METRICS_BYTES:,} bytes are allowed: return fewer metrics"
         )
 
 
 def recorded_sha256(state: Any) -> str:
-    """Return the SHA-256 of the data of a snapshot.
+    """Return the SHA-256 of the data that a snapshot was trained on.
 
-    Raise LookupError or TypeError for an invalid state.
+    Args:
+        state: The untrusted state.json of the snapshot.
+
+    Raises:
+        LookupError, TypeError: The state is invalid.
     """
     return str(recorded_data(state)["sha256"])
 

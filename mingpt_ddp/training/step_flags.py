@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from mingpt_ddp.distributed.group.json_collectives import refuse_other_names
+from mingpt_ddp.distributed.group.json_collectives import refuse_differing_names
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 
 
@@ -39,7 +39,7 @@ def send_flags(
     def receive_flags() -> StepFlags:
         interrupted, saving, save_is_due, losses, steps, digests = receive().T.tolist()
         if len({*digests}) > 1:
-            refuse_other_names(group.all_gather(list(names)))
+            refuse_differing_names(group.all_gather(list(names)))
         return StepFlags(
             interrupted=any(interrupted),
             saving=any(saving),

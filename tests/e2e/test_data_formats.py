@@ -5,12 +5,26 @@ from __future__ import annotations
 import json
 
 from launching import TINY, python_main
-from runs import fail, succeed, tool
-from user_code_page import page_commands, page_files
+from runs import fail, succeed, tool, write_files
 
 SMALL = [*TINY, "data.truncate=1"]
 TEXTS = [f"to be {i}, or not" for i in range(400)]
 JSONL = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+READER = """
+import json
+from collections.abc import Iterator
+
+from mingpt_ddp.registry import DataConfig, register
+
+
+@register("data", "chats", DataConfig)
+def chats(config: DataConfig) -> Iterator[str]:
+    with open(str(config.path), encoding="utf-8") as file:
+        for line in file:
+            for turn in json.loads(line)["turns"]:
+                yield turn + "\\n"
+"""
+PRESET = "defaults: [text_file]\nname: chats\nreader: chats\ncode: mine.py\n"
 CHATS = "".join(json.dumps({"turns": [text]}) + "\n" for text in TEXTS)
 
 
@@ -36,7 +50,7 @@ def test_a_run_keeps_the_format_that_its_first_start_has_decided(tmp_path):
     line = "data.path=docs.jsonl: read with data.format=jsonl, 400 texts of data.column=text"
     assert line in begun
     refused = fail([*command, "trainer.max_steps=4", "data.format=text"], tmp_path)
-    line = "config error: data.format=text: the run has read its texts before with data.format=json"
+    line = "config error: data.format=text: the run has read its texts with data.format=json"
     assert line in refused
     printed = succeed([*command, "trainer.max_steps=4", "data.format=auto"], tmp_path)
     assert "resuming from the snapshot" in printed
@@ -50,19 +64,18 @@ def test_sources_need_no_path(tmp_path):
     succeed([*python_main(), *SMALL, *sources, "run.name=mixed"], tmp_path)
 
 
-def test_the_reader_of_json_lines_on_the_page(tmp_path):
+def test_a_reader_of_ones_own(tmp_path):
     """With data.path, and with a constant of its own instead of one."""
-    files = page_files("my_reader")
-    code = files["my_reader/mine.py"]
-    lines = files["my_reader/data/chats.yaml"]
-    files["my_reader/fixed.py"] = code.replace("config.path", "'chats.jsonl'")
-    files["my_reader/data/fixed.yaml"] = lines.replace("mine.py", "fixed.py")
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content)
-    (tmp_path / "chats.jsonl").write_text(CHATS)
-    [words] = [command[2:] for command in page_commands(-1)]
-    for each in (words, [words[0], "data=fixed"]):
+    files = {
+        "chats.jsonl": CHATS,
+        "my_reader/mine.py": READER,
+        "my_reader/data/chats.yaml": PRESET,
+        "my_reader/fixed.py": READER.replace("config.path", "'chats.jsonl'"),
+        "my_reader/data/fixed.yaml": PRESET.replace("mine.py", "fixed.py"),
+    }
+    write_files(tmp_path, files)
+    presets = "--config-dir=my_reader"
+    for each in ([presets, "data=chats", "data.path=chats.jsonl"], [presets, "data=fixed"]):
         text = succeed([*python_main(), *SMALL, *each, "trainer.max_steps=1"], tmp_path)
         # the digits, "tobe,rn", a space and a line feed
         assert ", 19 distinct" in text, text

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_files import EXAMPLES
 from holding import KILL_HOOK
 from launching import ROOT, TINY, call, python_main
 from runs import read_result, succeed, weights, write_files
-from user_code_page import page_files
 
+PARTS = (EXAMPLES / "parts" / "parts.py").read_text()
 TWO_RANKS = [*TINY, "--config-dir=my_parts", "ddp.nproc_per_node=2", "ddp.max_restarts=0"]
 # A snapshot is committed before the next step: no kill comes before it.
 SETTINGS = [*TWO_RANKS, "snapshot.background=false", "data.code=kill.py", "run.name=run"]
@@ -21,7 +22,7 @@ ALIBI = ["model.code=mine.py", "model.attention=alibi", "model.part_settings.ste
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Path:
     cwd = tmp_path_factory.mktemp("project")
-    return write_files(cwd, {**page_files("my_parts"), "my_parts/kill.py": KILL_HOOK})
+    return write_files(cwd, {"my_parts/mine.py": PARTS, "my_parts/kill.py": KILL_HOOK})
 
 
 def train(cwd: Path, *overrides: str, kill_at: int = 0) -> Any:

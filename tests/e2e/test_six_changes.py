@@ -9,7 +9,6 @@ import pytest
 from holding import KILL_HOOK
 from launching import TINY, call, python_main
 from runs import read_history, read_result, tensor_files, write_files
-from user_code_page import page_commands, page_files
 
 MAX_LINES = 25
 TWO_RANKS = [*TINY, "--config-dir=mine", "ddp.nproc_per_node=2", "ddp.max_restarts=0"]
@@ -83,9 +82,25 @@ def project(step, weights):
     return {"longest": max(weight.norm(dim=1).max() for weight in matrices)}
 """
 CODE = "+task.code=mine.py"
-AUXILIARY_LOSS = page_files("my_loss")["my_loss/mine.py"]
+AUXILIARY_LOSS = """
+from mingpt_ddp.registry import TaskConfig, register
+from mingpt_ddp.tasks import LanguageModel
+from torch.nn import functional as F
+
+@register("task", "z_loss", TaskConfig)
+class ZLoss(LanguageModel):
+    def loss(self, model, batch):
+        tokens, targets = self.in_ids_of_model(batch)
+        logits = model(tokens).float()
+        log_z = logits.logsumexp(dim=-1)
+        losses = {
+            "text": F.cross_entropy(logits.flatten(0, 1), targets.flatten()),
+            "z": 1e-4 * log_z.square().mean(),
+        }
+        return losses, {"log_z": (log_z.sum(), log_z.numel())}
+"""
 CHANGES = {
-    "auxiliary loss": (AUXILIARY_LOSS, page_commands(2)[0][3:], "train_log_z"),
+    "auxiliary loss": (AUXILIARY_LOSS, [CODE, "task.name=z_loss"], "train_log_z"),
     "schedule": (SCHEDULE, ["+optimizer.code=mine.py", "optimizer.schedule=cyclic"], "lr"),
     "clipping by value": (CLIP_BY_VALUE, [CODE], "train_clipped"),
     "exact match": (EXACT_MATCH, [CODE], "val_exact_match"),

@@ -204,8 +204,8 @@ def other(config, group):
         (
             "nameless",
             (
-                "code error: the task nameless: metrics(model, batch) must return pairs (sum, "
-                "number) by name, among them"
+                "code error: the task nameless: metrics(model, batch) must return a dictionary of "
+                "pairs (sum, number), and one of its keys"
             ),
         ),
         (

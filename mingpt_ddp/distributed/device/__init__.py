@@ -1,1 +1,1 @@
-"""The device of a rank, its compiler, and the machine that it is in."""
+"""The device of a rank, whether the model is compiled for it, and the machine it is part of."""

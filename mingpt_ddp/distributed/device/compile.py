@@ -1,4 +1,4 @@
-"""torch.compile: whether to use it, and its errors as one line."""
+"""Decide whether to use torch.compile, compile the model, and report its errors in one line."""
 
 import importlib.util
 import os
@@ -18,32 +18,37 @@ from mingpt_ddp.config.keys.model_config import model_label
 from mingpt_ddp.config.keys.schema import DDPConfig
 from mingpt_ddp.config.user_code import is_own_model, is_user_defined
 from mingpt_ddp.data.dataloader import BatchPlan
-from mingpt_ddp.distributed.device.device import cpu_kind
+from mingpt_ddp.distributed.device.device import cpu_id
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import flops_per_token
 
 BACKEND = "inductor"
+# For each type of device: the environment variable that names the compiler, and its usual programs.
 COMPILERS = {"cuda": ("CC", ("gcc", "clang", "cc")), "cpu": ("CXX", ("g++", "clang++", "c++"))}
-MIN_CAPABILITY = (7, 0)  # of a GPU, for Triton
-GRAPHED_FLOPS = 1e13  # of a micro-batch; an H200 computes them in some 25 ms
-NOT_COMPILED = ("fsdp", "hsdp")  # strategies with hooks that a graph cannot hold
+MIN_COMPUTE_CAPABILITY = (7, 0)  # Triton supports no older GPUs
+# CUDA graphs pay off for micro-batches of fewer FLOPs. An H200 computes this many in about 25 ms.
+MAX_GRAPHED_FLOPS = 1e13
+# These strategies use hooks that a graph cannot hold.
+UNCOMPILED_STRATEGIES = ("fsdp", "hsdp")
 
 
 def should_compile(config: Config, device: torch.device, world_size: int = 1) -> bool:
-    """Return whether to compile the model.
+    """Return True if the model should be compiled for training.
 
-    auto: built-in models on a GPU, if all requirements are installed.
+    With trainer.compile=auto, compile built-in models on a GPU if this machine has everything that
+    torch.compile needs. On a CPU, compiling takes half a minute, and a step is then at most 10%
+    faster.
 
-    On a CPU compiling takes half a minute for a step at most 10% faster. Only training is compiled,
-    into one graph of static shapes; evaluation and sampling have varying shapes and run the same
-    weights eagerly. torch caches compiled code in TORCHINDUCTOR_CACHE_DIR, by default in the
-    directory for temporary files, in a subdirectory for each kind of CPU.
+    Only training is compiled, into one graph of static shapes. Evaluation and sampling have varying
+    shapes, so they run the same weights without the graph. Torch caches compiled code in
+    TORCHINDUCTOR_CACHE_DIR, which is by default in the directory for temporary files. Each type of
+    CPU has a subdirectory there.
 
     Args:
-        world_size: ranks that train.
+        world_size: Number of ranks that train.
 
     Raises:
-        ConfigError: trainer.compile cannot work on this machine.
+        ConfigError: trainer.compile requests compilation, which cannot work on this machine.
     """
     wanted = config.trainer.compile
     if not allows_compile(config, device, world_size):
@@ -63,13 +68,13 @@ def should_compile(config: Config, device: torch.device, world_size: int = 1) ->
 
 
 def allows_compile(config: Config, device: torch.device, world_size: int) -> bool:
-    """Return whether the other keys allow to compile the model, wherever it is trained.
+    """Return True if the other settings allow the model to be compiled, on any machine.
 
     Raises:
-        ConfigError: they do not, and trainer.compile asks for it.
+        ConfigError: trainer.compile requests compilation, but another setting rules it out.
     """
     wanted = config.trainer.compile
-    if config.ddp.strategy in NOT_COMPILED:
+    if config.ddp.strategy in UNCOMPILED_STRATEGIES:
         if wanted not in ("auto", False):
             raise ConfigError(
                 f"trainer.compile={str(wanted).lower()} does not work with "
@@ -85,25 +90,28 @@ def allows_compile(config: Config, device: torch.device, world_size: int) -> boo
 
 
 def _needed_setting(ddp: DDPConfig, device: torch.device, world_size: int) -> str | None:
-    """Return a setting that compiling into one graph needs and the configuration lacks."""
+    """Return a setting that compilation into one graph needs, but the configuration lacks.
+
+    Return None if nothing is missing.
+    """
     if ddp.tensor_parallel > 1:
         return "ddp.tensor_parallel=1"
     if ddp.reduction == "canonical":
         return "ddp.reduction=fast"
-    # torch's SyncBatchNorm indexes with a mask, so shapes depend on values. On one rank it computes
-    # the plain normalization, which has static shapes.
+    # Torch's SyncBatchNorm indexes with a mask, so its shapes depend on values. On a single rank it
+    # computes the plain normalization, which has static shapes.
     if ddp.sync_batchnorm and device.type == "cuda" and world_size > 1:
         return "ddp.sync_batchnorm=false on several GPUs"
     return None
 
 
 def _missing_requirement(device: torch.device) -> str | None:
-    """Return a requirement of torch.compile that this machine lacks; None if it lacks none."""
+    """Name something that torch.compile needs and this machine lacks. Return None if nothing."""
     variable, programs = COMPILERS[device.type]
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
             return "the package triton"
-        if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+        if torch.cuda.get_device_capability(device) < MIN_COMPUTE_CAPABILITY:
             return "a GPU of compute capability 7.0"
     if not os.environ.get(variable) and not any(map(shutil.which, programs)):
         return f"a compiler ({' or '.join(programs[:2])})"
@@ -114,10 +122,10 @@ def check_compiles(model: nn.Module, config: Config, call: Callable[[nn.Module],
     """Capture the graph of the model without generating code.
 
     Args:
-        call: calls the model that it receives.
+        call: Receives the compiled model and calls it with an input.
 
     Raises:
-        ConfigError: torch cannot capture the model as one graph.
+        ConfigError: Torch cannot capture the model as one graph.
     """
     with report_compile_errors(config):
         compiled: Any = torch.compile(model, fullgraph=True, dynamic=False, backend="eager")
@@ -125,13 +133,14 @@ def check_compiles(model: nn.Module, config: Config, call: Callable[[nn.Module],
 
 
 def replays_graphs(config: Config, model: nn.Module, plan: BatchPlan) -> bool:
-    """Return whether a compiled model is replayed from CUDA graphs.
+    """Return True if the compiled model should be replayed from CUDA graphs.
 
-    auto: built-in models and tasks on one GPU, where a step is one micro-batch whose kernels take
-    less time than their launches. 10.7M parameters train 3.5 times as fast on an H200.
+    With trainer.compile=auto, use CUDA graphs for built-in models and tasks on one GPU, if a step
+    is one micro-batch that is so small that launching its kernels takes longer than running them. A
+    model of 10.7M parameters then trains 3.5 times as fast on an H200.
 
     Raises:
-        CodeError: the model's count of FLOPs is not a number above 0.
+        CodeError: The number of FLOPs that the model reports is not above 0.
     """
     if config.trainer.compile != "auto":
         return config.trainer.compile == "cuda_graphs"
@@ -141,42 +150,43 @@ def replays_graphs(config: Config, model: nn.Module, plan: BatchPlan) -> bool:
     context = getattr(model, "block_size", None)
     if flops is None or context is None:
         return False
-    return flops * context * plan.batch_size < GRAPHED_FLOPS
+    return flops * context * plan.batch_size < MAX_GRAPHED_FLOPS
 
 
 def compile_model(
     model: nn.Module, device: torch.device, deterministic: bool, graphs: bool
 ) -> nn.Module:
-    """Return the model compiled into one graph; the first call compiles.
+    """Wrap the model so that its first call compiles it into one graph.
 
     Args:
-        deterministic: choose kernels without timing them.
-        graphs: replay its kernels from CUDA graphs, without a launch each.
+        deterministic: Choose kernels without timing them.
+        graphs: Replay the kernels from CUDA graphs, instead of launching each of them.
     """
     torch_internals.compile_deterministically(deterministic)
     if device.type == "cpu":
-        _keep_code_of_cpus_apart()
+        _cache_code_by_cpu()
     mode = "reduce-overhead" if graphs else None
     compiled: Any = torch.compile(model, fullgraph=True, dynamic=False, mode=mode, backend=BACKEND)
     return cast(nn.Module, compiled)
 
 
-def _keep_code_of_cpus_apart() -> None:
-    """Let torch cache compiled code in a directory for this kind of CPU.
+def _cache_code_by_cpu() -> None:
+    """Let torch cache compiled code in a directory for this type of CPU.
 
-    Its keys lack the vector instructions: machines that share a directory, or one run after a
-    change of ATEN_CPU_CAPABILITY, load code whose results are NaN.
+    Torch's cache keys do not contain the vector instructions of the CPU. If different machines
+    share a cache directory, or if ATEN_CPU_CAPABILITY changes, then torch loads code whose results
+    are NaN.
     """
     shared = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
     directory = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", shared))
-    kind = cpu_kind()
-    if directory.name != kind:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory / kind)
+    cpu = cpu_id()
+    if directory.name != cpu:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory / cpu)
 
 
 @contextmanager
 def report_compile_errors(config: Config) -> Iterator[None]:
-    """Raise errors of torch.compile as a ConfigError of one line."""
+    """Turn errors of torch.compile into a ConfigError with a one-line message."""
     try:
         yield
     except torch_internals.compile_error() as error:

@@ -1,4 +1,4 @@
-"""The device of a rank: its choice, deterministic kernels, and memory."""
+"""Choose and set up the device of a rank, and read its memory."""
 
 import contextlib
 import ctypes
@@ -21,19 +21,21 @@ from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models.ops import resolve_device, resolve_precision
 from mingpt_ddp.process.env import DistEnv, has_parent_launcher
 
-# In a RuntimeError of torch: of CUDA and NCCL, cuBLAS and cuDNN, the CPU's allocator, C++.
-OUT_OF_MEMORY = ("out of memory", "status_alloc_failed", "can't allocate memory", "bad_alloc")
-M_TRIM_THRESHOLD = -1  # of <malloc.h>
-M_MMAP_THRESHOLD = -3  # of <malloc.h>
-MMAP_THRESHOLD = 32 << 20  # bytes: glibc mmaps larger blocks
-TRIM_THRESHOLD = 1 << 30  # bytes of freed memory to keep in the process
+# A RuntimeError of torch contains one of these texts if memory ran out. In this order, they come
+# from CUDA and NCCL, from cuBLAS and cuDNN, from the CPU allocator, and from C++.
+OUT_OF_MEMORY_TEXTS = ("out of memory", "status_alloc_failed", "can't allocate memory", "bad_alloc")
+# Options of mallopt, from <malloc.h>.
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+MMAP_THRESHOLD_BYTES = 32 << 20  # glibc allocates larger blocks with mmap
+TRIM_THRESHOLD_BYTES = 1 << 30  # amount of freed memory that the process keeps
 
 
 def device_of_rank(trainer: TrainerConfig, ddp: DDPConfig, env: DistEnv) -> torch.device:
-    """Return the device of this rank; check that this machine can run the configuration.
+    """Choose the device of this rank, and check that this machine can run the configuration.
 
     Raises:
-        ConfigError: this machine or this build of torch lacks a device, backend or option.
+        ConfigError: This machine or this build of torch lacks a device, a backend or an option.
     """
     on_gpu = resolve_device(trainer.device, "trainer.device").type == "cuda"
     if ddp.backend == "nccl" and not on_gpu:
@@ -45,14 +47,14 @@ def device_of_rank(trainer: TrainerConfig, ddp: DDPConfig, env: DistEnv) -> torc
     if not on_gpu:
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
-    # A scheduler may expose to each process its own GPUs; the workers of one parent have the same
-    # CUDA_VISIBLE_DEVICES.
-    sees_those_of_others = gpus > 1 or has_parent_launcher()
-    index = env.local_rank if sees_those_of_others else 0
+    # A scheduler may show each process only its own GPU. Workers that have the same parent see the
+    # same GPUs, because they inherit its CUDA_VISIBLE_DEVICES.
+    sees_gpus_of_other_ranks = gpus > 1 or has_parent_launcher()
+    index = env.local_rank if sees_gpus_of_other_ranks else 0
     if index < gpus or ddp.backend == "gloo":  # gloo's ranks may share a GPU
         return torch.device("cuda", index % gpus)
     raise ConfigError(
-        f"local rank {index} has no GPU, this machine has {gpus}; start {gpus} ranks, "
+        f"local rank {index} has no GPU, because this machine has {gpus}; start {gpus} ranks, "
         "use the CPU, or let ranks share GPUs with ddp.backend=gloo"
     )
 
@@ -60,10 +62,12 @@ def device_of_rank(trainer: TrainerConfig, ddp: DDPConfig, env: DistEnv) -> torc
 def precision_of_run(config: Config, device: torch.device, state: Any = None) -> str:
     """Return the precision of a run: fp32, bf16 or fp16.
 
-    On a CPU auto is fp32 for a user's own model, unless the run began in bf16.
+    On a CPU, trainer.precision=auto means fp32 for a user's own model, unless the run began in
+    bf16.
 
     Args:
-        state: of the snapshot that the run resumes from, untrusted; None without one.
+        state: The state.json of the snapshot that the run resumes from. It is untrusted. None if
+            there is no snapshot.
     """
     if chooses_fp32(config, device) and not _began_in_bf16(state):
         return "fp32"
@@ -71,10 +75,10 @@ def precision_of_run(config: Config, device: torch.device, state: Any = None) ->
 
 
 def chooses_fp32(config: Config, device: torch.device) -> bool:
-    """Return whether auto leaves out the bf16 of this CPU, because the model is a user's own.
+    """Return True if trainer.precision=auto avoids bf16 on this CPU for a user's own model.
 
-    The backward pass of torch's fused attention, for one, is slow in it; the built-in models have
-    other kernels.
+    On CPUs, bf16 can be slow, for example in the backward pass of torch's fused attention. The
+    built-in models do not use these kernels.
     """
     if config.trainer.precision != "auto" or device.type != "cpu":
         return False
@@ -85,77 +89,82 @@ def chooses_fp32(config: Config, device: torch.device) -> bool:
 def _began_in_bf16(state: Any) -> bool:
     try:
         return bool(state["environment"]["precision"] == "bf16")
-    except (LookupError, TypeError):  # there is none
+    except (LookupError, TypeError):  # there is no snapshot, or it does not name a precision
         return False
 
 
 def refuse_shared_gpus(gpus: list[str]) -> None:
-    """Check that each rank has its own GPU, as NCCL requires; its own error is hard to understand.
+    """Check that each rank has a GPU of its own, as NCCL requires.
+
+    NCCL would also raise an error, but one that is hard to understand.
 
     Args:
-        gpus: the UUIDs of the GPUs, in the order of the ranks.
+        gpus: UUID of the GPU of each rank, in rank order.
 
     Raises:
-        ConfigError: two ranks have the same GPU.
+        ConfigError: Two ranks have the same GPU.
     """
     for rank, gpu in enumerate(gpus):
         if gpu in gpus[:rank]:
             raise ConfigError(
                 f"ranks {gpus.index(gpu)} and {rank} have the same GPU; "
-                "give each its own by LOCAL_RANK or CUDA_VISIBLE_DEVICES, or use ddp.backend=gloo"
+                "give each rank its own GPU with LOCAL_RANK or CUDA_VISIBLE_DEVICES, or use "
+                "ddp.backend=gloo"
             )
 
 
 def set_up_device(device: torch.device, deterministic: bool) -> None:
     """Make the device current in this process, with deterministic kernels if requested."""
-    # Set only what differs: the setter takes a second to import modules.
+    # Call the setter only if the value changes, because it imports modules for a second.
     if torch.are_deterministic_algorithms_enabled() != deterministic:
         torch.use_deterministic_algorithms(deterministic)
         # Filling uninitialized memory takes a kernel per tensor and changes no result.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = not deterministic
     if device.type == "cuda":
-        # Read once, at the first product: a later job may need it.
+        # cuBLAS reads this variable only once, at the first matrix product. Set it even if this job
+        # is not deterministic, because a later job in this process may be.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.cuda.init()  # from now on torch.manual_seed seeds its generator too
+        torch.cuda.init()  # from now on torch.manual_seed also seeds the generator of the GPU
         torch.cuda.set_device(device)
     else:
         keep_freed_memory()
 
 
-def keep_freed_memory(mmap_threshold: int = MMAP_THRESHOLD) -> None:
-    """Keep freed memory in the process for its next step.
+def keep_freed_memory(mmap_threshold: int = MMAP_THRESHOLD_BYTES) -> None:
+    """Keep freed memory in the process, so that its next step can use it again.
 
-    By default glibc returns it to the kernel, which zeroes every page when the next step allocates
-    again: up to a quarter of a small model's step on a CPU. A no-op with other C libraries and if
-    MALLOC_ variables are set.
+    By default glibc returns freed memory to the kernel, which zeroes every page when the next step
+    allocates it again. This takes up to a quarter of a small model's step on a CPU.
+
+    Does nothing with other C libraries, or if the user has set a MALLOC_ variable.
 
     Args:
-        mmap_threshold: bytes of the smallest block that is returned at once.
+        mmap_threshold: Size in bytes from which a freed block returns to the kernel at once.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     is_set_by_user = any(name.startswith("MALLOC_") for name in os.environ)
     if mallopt is not None and not is_set_by_user:
         mallopt(M_MMAP_THRESHOLD, mmap_threshold)
-        mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD)
+        mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the GPU, or of the CPU with the vector instructions that torch uses."""
+    """Return the name of the GPU, or the name and vector instructions of the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_cpu_info('model name')} ({torch.backends.cpu.get_cpu_capability()})"
 
 
-def cpu_kind() -> str:
-    """Return a short name of the instructions that torch may use on this CPU."""
+def cpu_id() -> str:
+    """Return a short id of the instruction set that torch may use on this CPU."""
     capability = torch.backends.cpu.get_cpu_capability()
     instructions = zlib.crc32(_cpu_info("flags").encode())
     return f"{capability.lower()}-{instructions:08x}"
 
 
 def _cpu_info(field: str) -> str:
-    """Return a field of /proc/cpuinfo, of the first core; the architecture where it is missing."""
+    """Return a field of the first core in /proc/cpuinfo, or the architecture if it is missing."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(field):
@@ -164,22 +173,22 @@ def _cpu_info(field: str) -> str:
 
 
 def total_memory(device: torch.device) -> int:
-    """Return the memory of a GPU in bytes, or for a CPU the `installed_memory`."""
+    """Return the size of the GPU's memory in bytes, or `installed_memory` for a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return installed_memory()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that an allocation has failed, on a GPU or on the host."""
+    """Return True if the error says that memory ran out, on the GPU or on the host."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     message = str(error).lower()
-    return isinstance(error, RuntimeError) and any(text in message for text in OUT_OF_MEMORY)
+    return isinstance(error, RuntimeError) and any(text in message for text in OUT_OF_MEMORY_TEXTS)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak in bytes: of a GPU, or of the resident memory on a CPU."""
+    """Return the peak memory use in bytes: of this device if it is a GPU, else of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

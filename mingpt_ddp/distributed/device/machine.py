@@ -1,4 +1,4 @@
-"""The cores and the memory of this machine, and how many processes it can run; without torch."""
+"""The cores and memory of this machine, and how many processes it can run. Needs no torch."""
 
 import contextlib
 import os
@@ -10,9 +10,10 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.keys.schema import DDPConfig
 from mingpt_ddp.config.validation import check
 
-CGROUP = Path("/sys/fs/cgroup/memory.max")  # the limit of the container, or `max`
+# File with the memory limit of the container in bytes, or `max` if it has no limit.
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 MAX_PROCESSES_PER_CORE = 16
-MIN_RANK_BYTES = 1 << 27  # of a rank's own memory
+MIN_RANK_BYTES = 1 << 27  # memory that a rank needs at least and does not share
 
 
 def cores() -> list[int]:
@@ -23,40 +24,48 @@ def cores() -> list[int]:
 
 
 def count_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(cores())
 
 
-def threads_per_worker(workers: int, on_cores: int | None = None) -> int:
-    """Return the threads of each of several workers on so many cores, or all of this machine.
+def threads_per_worker(workers: int, n_cores: int | None = None) -> int:
+    """Return the number of threads of each worker, so that together they fill the cores.
 
-    OMP_NUM_THREADS takes precedence, if it is one number.
+    OMP_NUM_THREADS takes precedence, if it is a single number.
+
+    Args:
+        workers: Number of workers that share the cores.
+        n_cores: Number of cores. None for all cores that this process may use.
     """
     named = os.environ.get("OMP_NUM_THREADS", "")
     if named.isdecimal() and int(named) > 0:
         return int(named)
-    return max(1, (on_cores or count_cores()) // workers)
+    return max(1, (n_cores or count_cores()) // workers)
 
 
 def canonical_threads(ddp: DDPConfig) -> int | None:
-    """Return the threads of a rank whose bits must not depend on the machine; None: it may.
+    """Return the number of threads of a rank with ddp.reduction=canonical.
 
-    OMP_NUM_THREADS, or one.
+    The bits of a canonical reduction must not depend on the machine. The number is therefore
+    OMP_NUM_THREADS, or else 1. Return None without a canonical reduction.
     """
     is_canonical = ddp.reduction == "canonical"
-    return threads_per_worker(workers=1, on_cores=1) if is_canonical else None
+    return threads_per_worker(workers=1, n_cores=1) if is_canonical else None
 
 
 def machine_memory() -> int:
-    """Return the bytes of physical memory, or of the container's limit if that is smaller."""
+    """Return the size in bytes of the physical memory, or the container's limit if smaller."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with contextlib.suppress(OSError, ValueError):
-        limits.append(int(CGROUP.read_text()))
+        limits.append(int(CGROUP_LIMIT.read_text()))
     return min(limits)
 
 
 def installed_memory() -> int:
-    """Return the bytes that this process may use: `machine_memory`, or `ulimit -v` if less."""
+    """Return the memory in bytes that this process may use.
+
+    This is `machine_memory`, or the limit of `ulimit -v` if that is smaller.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return machine_memory()
@@ -67,7 +76,7 @@ def check_machine(config: Config) -> None:
     """Refuse a configuration that starts more processes than this machine can run.
 
     Raises:
-        ConfigError: names the key and the largest number.
+        ConfigError: It names the key and the largest possible number.
     """
     workers = config.ddp.local_workers
     check_processes("ddp.nproc_per_node", workers, min_bytes=MIN_RANK_BYTES)
@@ -78,12 +87,13 @@ def check_processes(key: str, number: int, per: int = 1, min_bytes: int = 0) -> 
     """Refuse more processes than this machine can run, before any is started.
 
     Args:
-        key: the key that sets `number`.
-        per: how often that number is started.
-        min_bytes: memory of each process.
+        key: The key that sets `number`.
+        number: Value of that key.
+        per: How many times `number` processes are started.
+        min_bytes: Memory that each process needs.
 
     Raises:
-        ConfigError: names the key and the largest number.
+        ConfigError: It names the key and the largest possible number.
     """
     most = max(1, MAX_PROCESSES_PER_CORE * count_cores() // per)
     reason = f"{MAX_PROCESSES_PER_CORE} for each of the {count_cores()} cores of this machine"

@@ -17,7 +17,7 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.user_code import check_takes
 from mingpt_ddp.data.dataloader import MicroBatch
 from mingpt_ddp.data.rng import seed_everything
-from mingpt_ddp.distributed.group.json_collectives import refuse_other_names
+from mingpt_ddp.distributed.group.json_collectives import refuse_differing_names
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.errors import CodeError, ConfigError
@@ -348,7 +348,7 @@ class Actions:
                 name: ([float(total)], float(n)) for name, (total, n) in metrics.items()
             }
         by_rank = group.all_gather(sums_and_counts)
-        refuse_other_names([[*names] for names in by_rank])
+        refuse_differing_names([[*names] for names in by_rank])
         return means_of_ranks(by_rank)
 
     def at(self, event: str) -> list[Action]:

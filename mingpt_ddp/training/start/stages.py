@@ -149,7 +149,7 @@ def prepare(
     config = with_batch_size(warm.config, group.data_size, batch_size)
     config = with_recorded_format(config, kept, typed)
     runtime.resume_precision(config, kept)
-    task = build_task(config, group, warm.state, kept=kept)
+    task = build_task(config, group, warm.state, recorded_state=kept)
     with task.discarded_if_refused():
         loader = task.train_loader(runtime.device)
         resources.callback(loader.close)

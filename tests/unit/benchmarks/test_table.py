@@ -1,4 +1,6 @@
-"""The figures of docs/benchmarks.md are those of the results, and nothing else."""
+"""Both pages of figures show what the result files hold."""
+
+import json
 
 import pytest
 from benchmarking import modules
@@ -18,7 +20,17 @@ def result(script, *rows, **machine):
 
 
 def test_the_page_agrees_with_the_results(table):
-    assert table.PAGE.read_text() == table.current(), "run: python benchmarks/table.py"
+    for page, text in table.current().items():
+        assert page.read_text() == text, "run: python benchmarks/table.py"
+
+
+def test_each_pattern_of_the_page_matches_a_row(table):
+    results = {"a.json": result("a.py", ("fast", "2 s"), ("slow", "9 s"))}
+    found = table.selected(results, {"a.json": "fa"})
+    assert found["a.json"]["readme"] == [["fast", "2 s"]]
+    recorded = {path.name: json.loads(path.read_text()) for path in table.RESULTS.glob("*.json")}
+    for name, chosen in table.selected(recorded, table.ON_PAGE).items():
+        assert chosen["readme"], name
 
 
 def test_rows_are_in_index_order_without_results_that_have_none(table):
@@ -29,7 +41,7 @@ def test_rows_are_in_index_order_without_results_that_have_none(table):
         "d.json": result("d.py"),
         "e.json": {"machine": MACHINE},
     }
-    assert table.tables(results, INDEX).splitlines() == [
+    assert table.tables(results, INDEX, "docs").splitlines() == [
         "2 cores of Some CPU, torch 2.13.0:",
         "",
         "| what | figure | script | measured |",
@@ -46,7 +58,7 @@ def test_each_machine_has_a_table_of_its_own(table):
         "a.json": result("a.py", ("speed", "2 times")),
         "a_gpu.json": result("a.py", ("speed", "9 times"), gpu="Some GPU"),
     }
-    text = table.tables(results, INDEX)
+    text = table.tables(results, INDEX, "docs")
     assert text.count("| what |") == 2
     assert "Some GPU, 2 cores of Some CPU, torch 2.13.0:\n\n" in text.partition("2 times")[2]
 

@@ -13,10 +13,10 @@ from mingpt_ddp.errors import ConfigError
     ("limit", "expected"), [("1048576\n", 1 << 20), ("max\n", None), (None, None)]
 )
 def test_a_container_has_less_memory_than_its_machine(limit, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "CGROUP", tmp_path / "memory.max")
+    monkeypatch.setattr(machine, "CGROUP_LIMIT", tmp_path / "memory.max")
     physical = machine.installed_memory()
     if limit is not None:
-        machine.CGROUP.write_text(limit)
+        machine.CGROUP_LIMIT.write_text(limit)
     assert 1 << 28 < physical < 1 << 45
     assert machine.installed_memory() == (expected or physical)
 

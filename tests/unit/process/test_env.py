@@ -51,7 +51,7 @@ def test_each_local_rank_has_a_visible_gpu(launcher, device):
     assert [device(2, **variables(local_rank)) for local_rank in (0, 1)] == ["cuda:0", "cuda:1"]
     with pytest.raises(
         ConfigError,
-        match="local rank 2 has no GPU, this machine has 2; start 2 ranks, use the CPU, or let",
+        match="local rank 2 has no GPU, because this machine has 2; start 2 ranks",
     ):
         device(2, **variables(2))
 
@@ -62,14 +62,15 @@ def test_a_gpu_shown_to_one_process_alone(device):
     """
     variables = {**SHARED, "RANK": "1", "LOCAL_RANK": "1"}
     assert device(1, **variables) == "cuda:0"
-    with pytest.raises(ConfigError, match="local rank 1 has no GPU, this machine has 1"):
+    with pytest.raises(ConfigError, match="local rank 1 has no GPU, because this machine has 1"):
         device(1, **variables, TORCHELASTIC_RUN_ID="none")
 
 
 def test_two_ranks_on_one_gpu_are_named():
     refuse_shared_gpus(["a", "b", "c"])
     with pytest.raises(
-        ConfigError, match="ranks 1 and 2 have the same GPU; give each its own by LOCAL_RANK"
+        ConfigError,
+        match="ranks 1 and 2 have the same GPU; give each rank its own GPU with LOCAL_RANK",
     ):
         refuse_shared_gpus(["a", "b", "b"])
 

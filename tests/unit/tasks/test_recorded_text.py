@@ -44,5 +44,5 @@ def test_another_format_of_texts_than_the_recorded_one_is_refused():
             if typed in ("auto", decided):
                 assert with_recorded_format(config, state, ["data.format"]).data.format == recorded
                 continue
-            with pytest.raises(ConfigError, match=f"{typed}: .* with data.format={decided}; leave"):
+            with pytest.raises(ConfigError, match=f"{typed}: .* with data.format={decided} so"):
                 with_recorded_format(config, state, ["data.format"])

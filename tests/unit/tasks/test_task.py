@@ -120,7 +120,7 @@ def test_what_measure_returns_is_checked_before_training():
     task.__class__ = Scalar
     model = build_model(gpt_config(n_layer=1), 8, 4)
     x = torch.tensor([[0, 1, 2, 3]])
-    with pytest.raises(CodeError, match=r"must return pairs \(sum, number\) by name"):
+    with pytest.raises(CodeError, match=r"must return a dictionary of pairs \(sum, number\)"):
         task.check_model(model, (x, x + 1), trained=False)
 
 
@@ -146,14 +146,17 @@ def test_a_task_is_built_with_the_state_that_it_may_keep(monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("data=toy", "language_model needs a text; for data.dataset=toy add a task and a model of"),
+        (
+            "data=toy",
+            "language_model needs a text; for data.dataset=toy write your own task and model",
+        ),
         (
             "task=regression",
-            r"regression needs a dataset of yours \(docs/.*\); python_docs is a te",
+            r"regression needs your own dataset \(docs/.*\), but python_docs is a text",
         ),
         (
             "task=regression data=toy model=gpt_nano",
-            r"gpt takes token ids: a text, or samples of torch.int64 of shape",
+            r"gpt takes token ids; choose a text, or samples of torch.int64 with shape",
         ),
         (
             "task=regression data=toy model=convnet",

@@ -262,7 +262,7 @@ class Sum(Plain):
         ),
         (
             MixesSequences,
-            "the model own mixes sequences: the logits of one depend on the others in its batch",
+            "the model own mixes sequences: the logits of a sequence depend on the other sequences",
         ),
         (
             AlwaysDropsOut,
@@ -336,7 +336,7 @@ class ColonInName(PlainSGD):
         (StringState, "the optimizer's state 'phase' of scores.weight cannot be saved: str"),
         (
             SharedState,
-            r"the optimizer's state\['all'\] cannot be saved: it belongs to no parameter",
+            r"the optimizer's state\['all'\] cannot be saved: its key is not a parameter",
         ),
         (ColonInName, "names without a colon"),
         (lambda *_: None, "own must be a torch.optim.Optimizer, not NoneType"),
