@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from mingpt_ddp.config.keys.components import GIVEN_SPLITS, DataConfig, Form
+from mingpt_ddp.config.keys.components import SPLITS_WITH_OWN_TEXT, DataConfig, Form
 from mingpt_ddp.data.dataset import EncodedText, RecordedText
 from mingpt_ddp.data.locate_tokens import locate
 from mingpt_ddp.data.text.encode import encode, is_divided
@@ -99,7 +99,7 @@ def _prepare_all(
 def _check_val_paths(config: DataConfig) -> None:
     """Refuse names of splits, which are meant for `data.split_paths`, in a new run."""
     for name in config.val_paths or {}:
-        if name in GIVEN_SPLITS:
+        if name in SPLITS_WITH_OWN_TEXT:
             raise DataError(
                 f"data.val_paths.{name}: to replace the {name} split of data.path by this text, "
                 "give it as data.split_paths; to measure it besides, name it otherwise"

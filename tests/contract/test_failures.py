@@ -213,7 +213,7 @@ CASES = [
         LOCAL,
         "ddp.max_restarts=0",
         1,
-        r"error: rank 1 exited with code 3: .*",
+        r"error: rank 1 exited with code 3, because .*",
         "9 1 9 os._exit(3)",
     ),
     # Signals

@@ -229,7 +229,7 @@ def test_texts_have_one_format(settings, tmp_path):
 
 
 def test_a_reader_has_no_format(settings):
-    with pytest.raises(ConfigError, match=r"data.reader=mine reads its text itself; leave out dat"):
+    with pytest.raises(ConfigError, match=r"data.reader=mine decides itself how to read; leave"):
         settings("", reader="mine", format="jsonl")
     assert settings("", reader="mine", column="text").column == "text"  # a key of its own
     with pytest.raises(ConfigError, match=r"data.column=text needs a table"):
