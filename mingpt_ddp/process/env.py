@@ -122,7 +122,7 @@ def _read_mpi_env() -> DistEnv | None:
     if not host:
         raise ConfigError(
             "mpirun starts ranks on several machines, which need the address of rank 0; "
-            "pass -x MASTER_ADDR=HOST with the host name of its machine"
+            "pass -x MASTER_ADDR=HOST"
         )
     env = DistEnv(
         rank=_read_int("OMPI_COMM_WORLD_RANK"),
