@@ -7,7 +7,7 @@ from typing import Any
 
 from mingpt_ddp.errors import SnapshotError, counted
 from mingpt_ddp.snapshots.format import TENSOR_KINDS, directory_name, step_of
-from mingpt_ddp.snapshots.hashes import Hashes, hash_snapshot
+from mingpt_ddp.snapshots.hashes import HashByKind, hash_snapshot
 from mingpt_ddp.snapshots.read.load import find_steps, load
 from mingpt_ddp.snapshots.write.ledger import Ledger, Record, digest_settings
 from mingpt_ddp.snapshots.write.store import SnapshotStore
@@ -53,7 +53,7 @@ class RecordedRun:
         ledger = {} if "://" in url else Ledger(run_of(Path(url))).read()
         return cls(store, states, ledger)
 
-    def content(self, step: int) -> Hashes:
+    def content(self, step: int) -> HashByKind:
         """Return the hashes of the present content of a snapshot.
 
         Raises:
@@ -85,7 +85,7 @@ class RecordedRun:
         )
         return run.get("resume") in ("auto", "never") and not lacks_weights
 
-    def expected(self, interval: Interval) -> dict[int, Hashes]:
+    def expected(self, interval: Interval) -> dict[int, HashByKind]:
         """Return the recorded hashes by step, of the interval and its base."""
         hashes = {}
         for step, record in self.ledger.items():

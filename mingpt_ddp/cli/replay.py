@@ -22,7 +22,7 @@ from mingpt_ddp.config.validation import check
 from mingpt_ddp.process.interrupts import raise_interrupts
 from mingpt_ddp.process.terminal import echo, echo_error
 from mingpt_ddp.snapshots.format import TENSOR_KINDS, WEIGHT_KINDS, directory_name
-from mingpt_ddp.snapshots.hashes import Hashes, hash_snapshot
+from mingpt_ddp.snapshots.hashes import HashByKind, hash_snapshot
 from mingpt_ddp.snapshots.write.ledger import LEDGER, Ledger
 from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.storage.code_identity import describe_change, recorded_code
@@ -100,7 +100,7 @@ def replay(url: str, steps: int, ranks: int | None, words: list[str]) -> int:
     return CONFIRMED
 
 
-def expected_hashes(recorded: RecordedRun, interval: Interval) -> tuple[dict[int, Hashes], str]:
+def expected_hashes(recorded: RecordedRun, interval: Interval) -> tuple[dict[int, HashByKind], str]:
     """Read the recorded hashes, and compare the snapshots at both ends with them.
 
     Returns:
@@ -117,7 +117,7 @@ def expected_hashes(recorded: RecordedRun, interval: Interval) -> tuple[dict[int
 
 
 def find_other_hash(
-    interval: Interval, expected: Mapping[int, Hashes], repeated: Mapping[int, Hashes]
+    interval: Interval, expected: Mapping[int, HashByKind], repeated: Mapping[int, HashByKind]
 ) -> str:
     """Describe the first repeated step whose hash is not as recorded. Return "" if all agree."""
     for step in sorted(expected.keys() & repeated.keys()):
@@ -143,7 +143,7 @@ class StepLines(io.TextIOBase):
 
 
 def describe_difference(
-    recorded: Hashes, computed: Hashes, kinds: Sequence[str] = TENSOR_KINDS
+    recorded: HashByKind, computed: HashByKind, kinds: Sequence[str] = TENSOR_KINDS
 ) -> str:
     """Return the first kind of tensors whose hashes differ, with both hashes, or ""."""
     for kind in kinds:
@@ -185,7 +185,7 @@ def train_again(
     words: list[str],
     directory: Path,
     variables: Mapping[str, str],
-) -> tuple[dict[int, Hashes], dict[str, Any]]:
+) -> tuple[dict[int, HashByKind], dict[str, Any]]:
     """Train an interval in a directory. Return the hashes by step, and the last state.json.
 
     Args:
@@ -260,7 +260,7 @@ def changes(recorded: RecordedRun, interval: Interval, directory: Path) -> list[
     return [*QUIET, *(f"{key}={hydra_value(value)}" for key, value in values.items())]
 
 
-def save_interval(expected: Mapping[int, Hashes], interval: Interval) -> int | None:
+def save_interval(expected: Mapping[int, HashByKind], interval: Interval) -> int | None:
     """Return the interval of saves that hits all recorded steps. None saves at the end only."""
     steps = [step for step in expected if step > interval.base]
     every = math.gcd(*steps, interval.target)

@@ -1,1 +1,1 @@
-"""Generate text from a model."""
+"""Generation of text from a trained model."""

@@ -1,12 +1,14 @@
 """Prepare a model for fast decoding: packed 16-bit weights on a CPU, a CUDA graph on a GPU.
 
-On a CPU, decoding with a small model is bound by weight bandwidth: 16-bit copies halve the bytes,
-and packed in the layout of the kernel they need no conversion. Everything else stays in fp32, in
-which attention is faster too. For small batches FBGEMM's fp16 is fastest (fp32 in and out, faster
-to start), for large ones oneDNN's bf16.
+On a CPU, reading the weights takes most of the time if the model is small. 16-bit copies of the
+weights halve the bytes to read. They are packed in the layout of the kernel, so that nothing is
+converted per token. Everything else stays in fp32, in which attention is faster too. For small
+batches, FBGEMM's fp16 kernel is fastest: its inputs and outputs are fp32, and it starts quickly.
+For large batches, oneDNN's bf16 kernel is fastest.
 
-On a GPU a step is bound by kernel launches, which a CUDA graph reduces to one. torch.compile would
-fuse some kernels, but compiling takes longer than thousands of tokens.
+On a GPU, launching kernels takes most of the time of a step, and a CUDA graph needs only one
+launch. torch.compile would fuse some kernels, but compilation takes longer than generating
+thousands of tokens.
 
 Shapes: B sequences, V = vocab_size.
 """
@@ -21,14 +23,19 @@ from mingpt_ddp.models import SupportsCUDAGraphDecode, has_cache
 from mingpt_ddp.models.ops import DTYPES, resolve_precision
 from mingpt_ddp.torch_internals import can_pack, has_hooks, pack_linear
 
-BF16_MIN_BATCH = 8  # sequences; from this batch on bf16 is faster than fp16 on a CPU
-WARMUP_STEPS = 3  # before capture, so that libraries allocate their workspaces
+BF16_MIN_BATCH = 8  # smallest batch size at which bf16 is faster than fp16 on a CPU
+# Number of steps before a CUDA graph is captured, in which libraries allocate their workspaces.
+WARMUP_STEPS = 3
 
 
 def decoding_precision(wanted: str, model: nn.Module, batch: int) -> str:
-    """Return fp32, bf16 or fp16.
+    """Return the precision to decode in: fp32, bf16 or fp16.
 
-    auto is 16 bits if the hardware is fast at it and the model has a KV cache.
+    `auto` chooses 16 bits if the hardware is fast at it and the model has a KV cache.
+
+    Args:
+        wanted: auto, fp32, bf16 or fp16.
+        batch: Number of sequences to sample together.
     """
     if wanted != "auto":
         return wanted
@@ -45,15 +52,15 @@ def decoding_precision(wanted: str, model: nn.Module, batch: int) -> str:
 
 
 def prepare(model: nn.Module, precision: str, batch: int) -> None:
-    """Convert a model in place for sampling; afterwards it can be neither trained nor saved.
+    """Convert a model in place for fast sampling. Afterwards it cannot be trained or saved.
 
     Args:
-        precision: fp32, bf16 or fp16: of the whole model on a GPU, of the weights of linear layers
-            on a CPU.
-        batch: batch size to pack the weights for; other sizes work too.
+        precision: fp32, bf16 or fp16. On a GPU, the whole model is converted. On a CPU, only the
+            weights of linear layers are.
+        batch: Batch size for which the weights are packed. Other batch sizes work too.
 
     Raises:
-        ConfigError: this build of torch lacks the kernel for this CPU.
+        ConfigError: This build of torch lacks the kernel for this CPU.
     """
     model.requires_grad_(False)
     dtype = DTYPES[precision]
@@ -70,7 +77,7 @@ def prepare(model: nn.Module, precision: str, batch: int) -> None:
 
 
 def _replace_layers(module: nn.Module, dtype: torch.dtype, batch: int) -> None:
-    """Replace linear layers and layer norms, except those with hooks or an overridden forward."""
+    """Make linear layers and layer norms fast, unless they have hooks or an overridden forward."""
     for name, child in module.named_children():
         fast = FAST_LAYERS.get(type(child).forward)
         if fast is None or has_hooks(child):
@@ -79,15 +86,19 @@ def _replace_layers(module: nn.Module, dtype: torch.dtype, batch: int) -> None:
         child.__class__ = fast
         assert isinstance(child, (FastLinear, FastLayerNorm))
         child.pack(dtype, batch)
-        vars(module)[name] = child  # found without nn.Module.__getattr__, which is slow
+        # As a plain attribute, it is found without nn.Module.__getattr__, which is slow.
+        vars(module)[name] = child
 
 
-# `__call__ = forward` skips nn.Module's hook dispatch, which costs as much per token as some
-# layers.
+# In the classes below, `__call__ = forward` skips nn.Module's hook dispatch. For each token, that
+# takes as long as some layers.
 
 
 class FastLinear(nn.Linear):
-    """A linear layer with a packed copy of its weight; input and output types are unchanged."""
+    """A linear layer that multiplies with a packed 16-bit copy of its weight.
+
+    The types of its input and output do not change.
+    """
 
     def pack(self, dtype: torch.dtype, batch: int) -> None:
         self.multiply = pack_linear(self.weight, self.bias, dtype, batch)
@@ -117,12 +128,12 @@ FAST_LAYERS: dict[Any, type[nn.Module]] = {
 
 
 class CUDAGraphDecodeStep:
-    """`model.step` captured in a CUDA graph: one launch per token."""
+    """A CUDA graph of `model.step`, which needs one launch per token."""
 
     def __init__(
         self, model: SupportsCUDAGraphDecode, cache: Any, batch: int, device: torch.device
     ) -> None:
-        """Warm up and capture; this overwrites the first position of the cache."""
+        """Warm up and capture the graph. This overwrites the first position of the cache."""
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
         self.position = torch.zeros((), dtype=torch.int64, device=device)
         stream = torch.cuda.Stream(device)
@@ -132,12 +143,12 @@ class CUDAGraphDecodeStep:
                 model.step(self.tokens, cache, self.position)
         torch.cuda.current_stream(device).wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        # Another thread may stage a snapshot.
+        # With "thread_local", another thread may copy a snapshot to the host in the meantime.
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.logits = model.step(self.tokens, cache, self.position)
 
     def __call__(self, tokens: Tensor, position: int) -> Tensor:
-        """Return the logits (B, V) after the new tokens (B,), valid until the next call."""
+        """Return the logits (B, V) after the new tokens (B,). The next call overwrites them."""
         self.tokens.copy_(tokens)
         self.position.fill_(position)
         self.graph.replay()

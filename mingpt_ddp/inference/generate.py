@@ -1,4 +1,4 @@
-"""Generate text: logits from a KV cache, the next token sampled from the logits."""
+"""Generate text: compute logits with a KV cache, and sample the next token from them."""
 
 import copy
 from collections.abc import Iterator
@@ -12,17 +12,25 @@ from mingpt_ddp.data.tokenizers.tokenizer import Tokenizer
 from mingpt_ddp.inference.decoding import CUDAGraphDecodeStep
 from mingpt_ddp.models import eval_mode, has_cache, has_graph_step
 
-CHECK_TOKENS = 16  # on a GPU, where looking whether all rows have ended waits for it
-MIN_TEMPERATURE = 1e-30  # lower ones underflow in fp32; sampling is greedy long before
+# On a GPU, check only after this many tokens if all rows have ended, because the host has to wait
+# for the answer.
+END_CHECK_INTERVAL = 16
+# Lower temperatures underflow in fp32. Sampling is already greedy at much higher ones.
+MIN_TEMPERATURE = 1e-30
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen from its logits."""
+    """Settings that decide how the next token is sampled from the logits.
 
-    temperature: float = 1.0  # divides the logits; 0 is greedy
-    top_k: int | None = None  # sample from the k likeliest tokens
-    top_p: float | None = None  # from the likeliest that sum to it (Holtzman 2020, 1904.09751)
+    Source of top_p: Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration"
+    (arXiv:1904.09751).
+    """
+
+    temperature: float = 1.0  # divides the logits; 0 always takes the most likely token
+    top_k: int | None = None  # sample only from the k most likely tokens
+    # Sample only from the most likely tokens whose probabilities sum to top_p.
+    top_p: float | None = None
 
 
 @torch.inference_mode()
@@ -34,7 +42,7 @@ def generate(
     rng: torch.Generator | None = None,
     end: int | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the new tokens one position at a time, each (B,).
+    """Yield the new tokens of all rows (B,), one position at a time.
 
     Each token is predicted from a window of the text. The window starts as the prompt and grows by
     each new token until it fills the context of block_size tokens, then shrinks to its newer half
@@ -43,27 +51,27 @@ def generate(
     cache for every token.)
 
     Args:
-        model: a model from `build_model`. The windows, and so the text, are the same with
-            a KV cache (`SupportsKVCache`) and without.
-        tokens: (B, T) the prompt, T >= 1; its last block_size tokens are used.
-        rng: source of the random numbers; None is the global generator.
-        end: the token that ends a document: a row has no others after its first one. Generation
-            stops soon after all rows have ended; None: there is none.
+        model: A model from `build_model`. The windows, and therefore the text, are the same with a
+            KV cache (`SupportsKVCache`) as without.
+        tokens: The prompt, (B, T) with T >= 1. Its last block_size tokens are used.
+        rng: Source of the random numbers. None for the global generator.
+        end: Token that ends a document. After the first one in a row, the row has no other tokens,
+            and generation stops soon after all rows have ended. None if there is no such token.
 
     Raises:
-        RuntimeError: the logits of the first token are not finite.
+        RuntimeError: The logits of the first token are not finite.
     """
-    block_size = cast(int, vars(model).get("block_size"))  # of the instance, see build_model
+    block_size = cast(int, vars(model).get("block_size"))  # set by build_model
     window = tokens[:, -block_size:]
     prefill = True
     with eval_mode(model):
         positions = min(block_size, tokens.shape[1] + max_new_tokens)
         session = DecodeSession(model, len(tokens), positions)
         ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-        check_every = CHECK_TOKENS if tokens.is_cuda else 1
+        check_every = END_CHECK_INTERVAL if tokens.is_cuda else 1
         for index in range(max_new_tokens):
             logits = session.logits(window, prefill)
-            if index == 0:  # checking every token would wait for a GPU each time
+            if index == 0:  # only once, because each check waits for the GPU
                 check_logits(logits)
             new = sample_token(logits, sampling, rng)
             if end is not None:
@@ -74,18 +82,21 @@ def generate(
                 return
             prefill = window.shape[1] == block_size
             if prefill:
-                kept = max(1, block_size // 2)  # tokens, the new one included
-                window = window[:, block_size + 1 - kept :]
+                n_kept = max(1, block_size // 2)  # number of tokens to keep, including the new one
+                window = window[:, block_size + 1 - n_kept :]
             window = torch.cat([window, new[:, None]], dim=1)
 
 
 class DecodeSession:
-    """Logits after a growing window, with a KV cache and a CUDA graph if the model has them."""
+    """Computes the logits after a growing window of text.
+
+    It uses a KV cache and a CUDA graph if the model supports them.
+    """
 
     def __init__(self, model: nn.Module, batch: int, positions: int) -> None:
         """
         Args:
-            positions: what the KV cache holds, for a window that never grows longer.
+            positions: Number of positions in the KV cache. No window may be longer.
         """
         self.model = model
         self.graph = None
@@ -94,7 +105,7 @@ class DecodeSession:
             return
         weight = next(model.parameters())
         sized: Any = copy.copy(model)
-        # that of an untrusted snapshot may be any number
+        # The block_size of an untrusted snapshot could be any number, and the cache that large.
         vars(sized).update(block_size=positions)
         self.cache = sized.new_cache(batch, weight.dtype)
         if not has_graph_step(model) or not weight.is_cuda:
@@ -104,11 +115,11 @@ class DecodeSession:
             self.graph = CUDAGraphDecodeStep(model, self.cache, batch, weight.device)
 
     def logits(self, window: Tensor, prefill: bool) -> Tensor:
-        """Return the logits (B, V) after a window (B, T), valid until the next call.
+        """Return the logits (B, V) after a window (B, T). The next call may overwrite them.
 
         Args:
-            prefill: compute the cache from scratch; otherwise the window is the previous one plus
-                one token.
+            prefill: True to compute the cache from scratch. False if the window is the previous
+                window plus one token.
         """
         if self.cached is None:
             return self.model(window)[:, -1]
@@ -121,59 +132,63 @@ class DecodeSession:
 
 
 def check_logits(logits: Tensor) -> None:
-    """Check that logits (B, V) have a largest one in each row.
+    """Check that each row of the logits (B, V) has a finite maximum.
 
     Raises:
-        RuntimeError: some row has none, because a weight is not finite, say.
+        RuntimeError: The maximum of a row is not finite, for instance because a weight is not.
     """
     if not logits.amax(dim=-1).isfinite().all():
-        raise RuntimeError("its logits are not finite")
+        raise RuntimeError("the logits of the model are not finite")
 
 
 def sample_token(
     logits: Tensor, sampling: SamplingParams, rng: torch.Generator | None = None
 ) -> Tensor:
-    """Sample one token per row of the logits (B, V); returns (B,)."""
+    """Sample one token for each row of the logits (B, V). Return the tokens (B,)."""
     top_k = sampling.top_k
     top_p = sampling.top_p
     if sampling.temperature == 0:
         return logits.argmax(dim=-1)
     logits = logits.float()
-    logits = logits - logits.amax(dim=-1, keepdim=True)  # at most 0: the division cannot overflow
+    # No logit is above 0 after this, so that the division cannot overflow.
+    logits = logits - logits.amax(dim=-1, keepdim=True)
     logits = logits / max(sampling.temperature, MIN_TEMPERATURE)
     if top_k is not None and top_k < logits.shape[-1]:
         kth = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
     if top_p is not None and top_p < 1:
         ranked, order = logits.softmax(dim=-1).sort(dim=-1, descending=True)
-        likelier = ranked.cumsum(dim=-1) - ranked  # probability of the tokens before each
+        likelier = ranked.cumsum(dim=-1) - ranked  # total probability of the likelier tokens
         excluded = likelier >= top_p
-        excluded = excluded.scatter(-1, order, excluded)  # by token again
+        excluded = excluded.scatter(-1, order, excluded)  # from the order by rank to that by token
         logits = logits.masked_fill(excluded, -torch.inf)
     probabilities = logits.softmax(dim=-1)
-    if probabilities.is_cuda:  # where multinomial waits for the device, twice
+    if probabilities.is_cuda:  # torch.multinomial would wait twice for the GPU
         return exponential_race(probabilities, rng)
     return torch.multinomial(probabilities, 1, generator=rng)[:, 0]
 
 
 def exponential_race(probabilities: Tensor, rng: torch.Generator | None) -> Tensor:
-    """Draw an index per row of probabilities (B, V) without waiting for the device; (B,).
+    """Draw an index for each row of probabilities (B, V) without waiting for the device.
 
-    Of independent events with rates p, event i is the first with probability p[i]: the Gumbel-max
-    trick without logarithms, as in https://github.com/meta-pytorch/gpt-fast.
+    If independent events have the rates p, event i comes first with probability p[i]. This is the
+    Gumbel-max trick without logarithms, as in https://github.com/meta-pytorch/gpt-fast.
+
+    Returns:
+        The drawn indices, (B,).
     """
     return first_arrival(probabilities, torch.empty_like(probabilities).exponential_(generator=rng))
 
 
 def first_arrival(probabilities: Tensor, times: Tensor) -> Tensor:
-    """Return which event is the first in each row, (B,); event i is at times[i] / p[i].
+    """Return the index (B,) of the first event in each row. Event i comes at times[i] / p[i].
 
     Args:
-        probabilities: (B, V); events of probability 0 never happen.
-        times: (B, V), independent, exponential of rate 1.
+        probabilities: The probabilities p, (B, V). Events of probability 0 never happen.
+        times: Independent exponential numbers of rate 1, (B, V).
     """
     rates = probabilities / times
-    # 0 / 0 is not a number, and 1 / inf is 0, too
+    # An impossible event could win with NaN (0 / 0), or tie with a possible one at 1 / inf = 0.
     return rates.masked_fill(probabilities == 0, -1).argmax(dim=-1)
 
 
@@ -186,12 +201,13 @@ def generate_text(
     seed: int,
     n_samples: int = 1,
 ) -> list[str]:
-    """Return continuations of a prompt, without the prompt, each up to the end of a document.
+    """Generate continuations of a prompt. Return them without the prompt.
 
-    An empty prompt counts as the end of the document before, or as a line feed if there is none.
+    A continuation stops at the end of a document. An empty prompt stands for the end of an earlier
+    document, or for a line feed if the tokenizer has no token for the end of a document.
 
     Raises:
-        DataError: the prompt has characters that the tokenizer does not know.
+        DataError: The prompt has characters that the tokenizer does not know.
     """
     device = next(model.parameters()).device
     end = tokenizer.end

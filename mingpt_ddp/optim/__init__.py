@@ -1,9 +1,10 @@
-"""Optimizers, selected by `optimizer.name`; lr_schedule.py has the learning rate.
+"""Build the optimizer that `optimizer.name` selects. lr_schedule.py sets its learning rate.
 
-If some parameters need another rule, build one optimizer with several parameter groups, as muon.py
-does. The learning rate of a group is the run's, times the group's `lr_ratio`.
+If parameters need different update rules, build one optimizer with several parameter groups, as
+muon.py does. The learning rate of a group is the learning rate of the run, times the group's
+`lr_ratio`.
 
-A built-in optimizer has its keys in config/keys/optimizer_config.py. Its builder and the
+The keys of a built-in optimizer are in config/keys/optimizer_config.py. Its builder and the
 declaration of its state are here.
 """
 
@@ -46,7 +47,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     optimizer = build(model, config)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise CodeError(
-            f"{config.name} must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
+            f"the optimizer {config.name} must be a torch.optim.Optimizer, not "
+            f"{type(optimizer).__name__}"
         )
     return optimizer
 

@@ -14,13 +14,13 @@ T = TypeVar("T", bound=OptimizerConfig)
 
 
 def scale_lr(config: T, batch_size: int) -> T:
-    """Return the configuration with `lr` scaled to the batch size by `lr_scaling`.
+    """Return the configuration with `lr` scaled to the batch size, as `lr_scaling` says.
 
-    The learning rates of other groups keep their ratio to `lr`.
+    The learning rates of all parameter groups are scaled by the same factor.
 
-    Sources: linear for SGD, Goyal et al. 2017, "Accurate, Large Minibatch SGD" (arXiv:1706.02677);
-    the square root for Adam, Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive
-    Gradient Algorithms" (arXiv:2205.10287).
+    Sources: for linear scaling with SGD, Goyal et al. 2017, "Accurate, Large Minibatch SGD"
+    (arXiv:1706.02677); for scaling by the square root with Adam, Malladi et al. 2022, "On the SDEs
+    and Scaling Rules for Adaptive Gradient Algorithms" (arXiv:2205.10287).
     """
     if config.lr_scaling == "none" or config.reference_batch_size is None:
         return config
@@ -34,9 +34,11 @@ def get_lr(step: int, config: OptimizerConfig, run_steps: int) -> float:
     """Return the learning rate of a step. Steps count from 1.
 
     After a linear warm-up, the rate decays from `lr` to `min_lr_ratio * lr` at the last step of the
-    schedule. It is constant after that. The decay begins after the step `decay_from`, if that is
-    later than the warm-up. wsd is warm-up, stable, decay (Hu et al. 2024, "MiniCPM",
-    arXiv:2404.06395), with a linear decay. A user's schedule replaces the warm-up too.
+    schedule. It is constant after that. The decay begins after the warm-up, or after the step
+    `decay_from` if that is later. A user's schedule replaces the warm-up too.
+
+    Source of wsd (warm-up, stable, decay): Hu et al. 2024, "MiniCPM" (arXiv:2404.06395). The decay
+    is linear here.
     """
     total = config.schedule_steps or run_steps
     if schedule := BUILDERS["schedule"].get(config.schedule):
@@ -54,7 +56,7 @@ def get_lr(step: int, config: OptimizerConfig, run_steps: int) -> float:
     else:  # wsd
         remaining = 1 - min(1.0, step / total)
         coeff = min(1.0, remaining / config.decay_ratio)
-    # coeff goes from 1 to 0
+    # coeff decreases from 1 to 0.
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * coeff)
 
 
@@ -73,12 +75,14 @@ def _user_factor(
     except (TypeError, ValueError, OverflowError) as error:
         raise CodeError(f"{where} must return a number, not {str(factor)[:100]}") from error
     if not (math.isfinite(rate) and rate >= 0):
-        raise CodeError(f"{where}: the rate of step {step} is {rate}")
+        raise CodeError(
+            f"{where} must return a finite number of at least 0, but returned {rate} at step {step}"
+        )
     return rate
 
 
 def check_schedule(config: OptimizerConfig, run_steps: int) -> None:
-    """Try a user's schedule at about a hundred steps, in order and backwards.
+    """Call a user's schedule for about a hundred steps, first in order and then backwards.
 
     Raises:
         CodeError: The schedule depends on more than its arguments, or returned an invalid rate. The
@@ -99,10 +103,10 @@ def check_schedule(config: OptimizerConfig, run_steps: int) -> None:
 
 
 def weight_decay_factor(step: int, config: OptimizerConfig, run_steps: int) -> float:
-    """Return the factor of `weight_decay` at a step. Steps count from 1.
+    """Return the factor by which `weight_decay` is multiplied at a step. Steps count from 1.
 
-    linear and cosine reach `final_weight_decay_ratio` at the last step of the schedule. The factor
-    is constant after that.
+    The schedules linear and cosine reach `final_weight_decay_ratio` at the last step of the
+    schedule. The factor is constant after that.
     """
     if config.weight_decay_schedule == "lr":
         return get_lr(step, config, run_steps) / config.lr

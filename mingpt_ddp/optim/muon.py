@@ -1,8 +1,8 @@
 """Muon for the matrices of the hidden layers, AdamW for everything else, as one optimizer.
 
 Unlike torch.optim.Muon, it also updates vectors and embeddings (with AdamW). It orthogonalizes all
-matrices of a shape in one batch, and each part of a fused weight (QKV) separately. It takes three
-Polar Express steps instead of five Newton-Schulz steps, and divides the work over ranks.
+matrices of the same shape in one batch, and each part of a fused weight (QKV) by itself. It takes
+three Polar Express steps instead of five Newton-Schulz steps, and divides the work among ranks.
 
 Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Amsel et al.
 2025, "The Polar Express" (arXiv:2505.16932); Loshchilov and Hutter 2017, "Decoupled Weight Decay
@@ -24,9 +24,9 @@ from mingpt_ddp.models.ops import DTYPES, resolve_precision
 from mingpt_ddp.optim.state import DECLARATIONS, State, declare_state
 from mingpt_ddp.torch_internals import for_each, leave_overflow_to_scaler
 
-# Three Polar Express steps a x + b x^3 + c x^5, each optimal for the range of singular values that
-# the previous one leaves. Together they map [MIN_SINGULAR_VALUE, 1] to within a tenth of 1 and
-# scale smaller values up 55 times.
+# Coefficients (a, b, c) of three Polar Express steps a x + b x^3 + c x^5. Each step is optimal for
+# the range of singular values that the previous step leaves. Together they map singular values in
+# [MIN_SINGULAR_VALUE, 1] to within a tenth of 1, and multiply smaller ones by 55.
 MIN_SINGULAR_VALUE = 0.02
 POLYNOMIALS = (
     (7.710969245867679, -22.11375479048116, 16.248743017738473),
@@ -34,12 +34,15 @@ POLYNOMIALS = (
     (2.21830775242379, -1.5939896229158321, 0.4107478875104999),
 )
 
-# From this many columns per row on, the iteration on the Gram matrix takes fewer operations.
+# Iterating on the Gram matrix takes fewer operations if a matrix has at least this many times as
+# many columns as rows.
 MIN_ASPECT_FOR_GRAM = 2
 
-# With fewer elements in all matrices, the all_gather takes as long as the work that it saves.
+# Divide the work among ranks only if all matrices together have at least this many elements. With
+# fewer, the all_gather takes as long as the work that it saves.
 MIN_NUMEL_TO_SHARD = 1 << 17
 
+# Returns a context for a collective, in which the watchdog knows that this rank waits for others.
 Waiting: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
@@ -47,17 +50,17 @@ def polar_express(matrices: Tensor) -> Tensor:
     """Orthogonalize matrices: keep their singular vectors, move their singular values near 1.
 
     Args:
-        matrices: (N, rows, columns), in the type to compute in.
+        matrices: The matrices, (N, rows, columns), in the type in which to compute.
 
     Returns:
-        (N, rows, columns)
+        The orthogonalized matrices, (N, rows, columns).
     """
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if is_tall else matrices
     norm = torch.linalg.matrix_norm(x, keepdim=True) * 1.02
     x = x / norm.clamp_min(1e-30)  # singular values of at most 1
     is_wide = x.shape[2] >= MIN_ASPECT_FOR_GRAM * x.shape[1]
-    # bf16 would lose the small eigenvalues of a Gram matrix
+    # Not in bf16, which would lose the small eigenvalues of a Gram matrix.
     iterate = _iterate_on_gram_matrix if is_wide and x.dtype == torch.float32 else _iterate
     x = iterate(x)
     return x.mT if is_tall else x
@@ -133,7 +136,7 @@ def _parameter_groups(model: nn.Module, config: MuonConfig) -> list[dict[str, An
 def _group(
     parameters: list[nn.Parameter], lr_ratio: float, weight_decay: float, muon: bool = False
 ) -> dict[str, Any]:
-    """Return a parameter group whose learning rate is `lr_ratio` times that of the run."""
+    """Make a parameter group with `lr_ratio` times the learning rate of the run."""
     return {
         "params": parameters,
         "muon": muon,
@@ -144,18 +147,18 @@ def _group(
 
 @runtime_checkable
 class DividesWork(Protocol):
-    """An optimizer that may divide the work of each step over ranks.
+    """An optimizer that can divide the work of each step among ranks.
 
-    All ranks must then call `step` together, with the same gradients.
+    Then all ranks must call `step` together, with the same gradients.
     """
 
     def divide_work(self, rank: int, world_size: int, waiting: Waiting, one_by_one: bool) -> None:
-        """Divide the work of the next steps.
+        """Divide the work of the next steps among ranks.
 
         Args:
-            waiting: Returns a context for a collective.
-            one_by_one: Compute each matrix by itself. The last bits of a product depend on the size
-                of its batch.
+            waiting: Returns the context in which to call a collective.
+            one_by_one: Compute each matrix by itself, because the last bits of a product depend on
+                the number of matrices in its batch.
         """
 
 
@@ -165,9 +168,10 @@ class Muon(torch.optim.AdamW):
     def __init__(self, model: nn.Module, config: MuonConfig) -> None:
         """
         Args:
-            model: Muon updates its matrices, except embeddings and the submodule `head`. The weight
-                of a module with an attribute `parts` is that many matrices, concatenated by rows.
-                Leading dimensions are a batch.
+            model: Model whose parameters are updated. Muon updates its matrices, except those of
+                embeddings and of the submodule `head`. If a module has an attribute `parts`, its
+                weight is that many matrices, concatenated by rows. A tensor with more than two
+                dimensions is a batch of matrices.
         """
         super().__init__(
             _parameter_groups(model, config),
@@ -182,7 +186,7 @@ class Muon(torch.optim.AdamW):
         for module in model.modules():
             for parameter in module.parameters(recurse=False):
                 self.parts[parameter] = getattr(module, "parts", 1)
-        leave_overflow_to_scaler(self)  # AdamW's kernel would skip the step, Muon's would not
+        leave_overflow_to_scaler(self)  # AdamW's kernel would skip the step, but Muon's would not
 
     def divide_work(self, rank: int, world_size: int, waiting: Waiting, one_by_one: bool) -> None:
         self.rank = rank
@@ -203,9 +207,9 @@ class Muon(torch.optim.AdamW):
         return super().step(closure)
 
     def _muon_step(self, parameters: list[nn.Parameter], lr: float, weight_decay: float) -> None:
-        """Apply orthogonalized Nesterov momentum.
+        """Update matrices by their orthogonalized Nesterov momentum.
 
-        The update of a tall matrix is scaled up, so that all outputs change alike.
+        The update of a tall matrix is scaled up, so that its outputs change as much as others.
         """
         directions = self._nesterov_momentum(parameters)
         for_each("mul_", parameters, 1 - lr * weight_decay)
@@ -250,7 +254,7 @@ class Muon(torch.optim.AdamW):
         sent = torch.cat(own_shards)
         received = sent.new_empty(self.world_size, len(sent))
         with self.waiting():
-            # send bytes, because gloo lacks bf16
+            # Send bytes, because gloo does not support bf16.
             dist.all_gather(list(received.view(torch.uint8)), sent.view(torch.uint8))
 
         whole = []
@@ -262,15 +266,15 @@ class Muon(torch.optim.AdamW):
         return whole
 
     def _orthogonalize(self, matrices: Tensor) -> Tensor:
-        """Orthogonalize (N, rows, columns), in one batch or each by itself."""
+        """Orthogonalize matrices (N, rows, columns), in one batch or each by itself."""
         if not self.one_by_one:
             return polar_express(matrices)
         return torch.cat([polar_express(matrix) for matrix in matrices.split(1)])
 
     def _nesterov_momentum(self, parameters: list[nn.Parameter]) -> tuple[Tensor, ...]:
-        """Update the momentum with the gradients, and free them.
+        """Update the momentum with the gradients, and free the gradients.
 
-        Return the momentum one gradient ahead.
+        Return the Nesterov momentum: the momentum moved once more towards the gradient.
         """
         gradients: list[Any] = []
         momenta = []
@@ -293,5 +297,5 @@ def _muon_state(parameter: Tensor, group: dict[str, Any]) -> State:
 
 
 def _momentum_state(parameter: Tensor) -> State:
-    # AdamW's load_state_dict expects a step
+    # AdamW's load_state_dict expects the state to have a step.
     return {"momentum": torch.zeros_like(parameter), "step": torch.zeros(())}

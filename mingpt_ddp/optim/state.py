@@ -1,13 +1,15 @@
 """The state that an optimizer keeps for each parameter, as its class declares it.
 
-A declaration is a function (parameter, group) that returns the state of a parameter of this group
+A declaration is a function (parameter, group). It returns the state of a parameter of this group
 after a step: tensors or numbers, by name. It runs on the meta device, where a tensor has a shape
-and a type but takes no memory. A snapshot with other state is refused before a kernel uses it, and
-a plan counts the bytes. An optimizer without a declaration trains too: nothing checks its state,
-and a plan measures it.
+and a type but takes no memory.
 
-Strategies that split a parameter over ranks split the state of the same shape alike. Any other
-state is whole on each rank that keeps it.
+Declarations have two uses. A snapshot with any other state is refused before a kernel uses it, and
+`plan` counts the bytes of the state. An optimizer without a declaration can train too. Then nothing
+checks its state, and `plan` measures its memory.
+
+Strategies that shard a parameter over ranks shard a state of the same shape in the same way. Any
+other state is whole on each rank that keeps it.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +26,7 @@ DECLARATIONS: dict[type[Optimizer], Declaration] = {}
 
 
 def declare_state(optimizer: type[Optimizer]) -> Callable[[Declaration], Declaration]:
-    """Declare the state of an optimizer class, but not of its subclasses, as a decorator."""
+    """Decorate the function that declares the state of an optimizer class, without subclasses."""
 
     def add(declaration: Declaration) -> Declaration:
         DECLARATIONS[optimizer] = declaration

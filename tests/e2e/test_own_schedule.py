@@ -90,8 +90,16 @@ def test_a_run_goes_on_with_another_schedule(project):
     ("result", "overrides", "error"),
     [
         ("len(calls)", [], "the schedule cyclic: the rate of step 12 depends on more than"),
-        ("-1.0", [], "the schedule cyclic: the rate of step 1 is -"),
-        ("math.nan", [], "the schedule cyclic: the rate of step 1 is nan"),
+        (
+            "-1.0",
+            [],
+            "the schedule cyclic must return a finite number of at least 0, but returned -",
+        ),
+        (
+            "math.nan",
+            [],
+            "the schedule cyclic must return a finite number of at least 0, but returned nan",
+        ),
         ("None", [], "the schedule cyclic must return a number, not None"),
         ("10**400", [], "the schedule cyclic must return a number, not 1000"),
         ("[][1]", [], "mine.py:15: IndexError"),

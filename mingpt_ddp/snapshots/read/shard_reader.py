@@ -14,7 +14,7 @@ from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.state_dict import parameters_by_name
-from mingpt_ddp.snapshots.store_reader import PARALLEL
+from mingpt_ddp.snapshots.store_reader import CONCURRENT_FILES
 from mingpt_ddp.snapshots.tensor_index import read_rows
 from mingpt_ddp.storage.urls import open_storage
 
@@ -78,7 +78,7 @@ def _read(
         return rows()  # optimizer state with another shape, such as one number
 
     try:
-        with ThreadPoolExecutor(PARALLEL if storage.shared else 1) as pool:
+        with ThreadPoolExecutor(CONCURRENT_FILES if storage.shared else 1) as pool:
             return dict(zip(names, pool.map(read, names), strict=True))
     except OSError as error:
         raise StorageUnavailableError(

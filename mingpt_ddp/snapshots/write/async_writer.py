@@ -19,7 +19,7 @@ from torch import Tensor
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import UserError
 from mingpt_ddp.snapshots.format import HOOKS, kind_of
-from mingpt_ddp.snapshots.hashes import Hashes, describe_tensors, hash_lines
+from mingpt_ddp.snapshots.hashes import HashByKind, describe_tensors, hash_lines
 from mingpt_ddp.snapshots.hook_state import describe_states, refuse_other_states
 from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.write.ledger import Ledger
@@ -69,7 +69,7 @@ class AsyncSave(threading.Thread):
         self.apply_retention = apply_retention
         self.ledger = ledger
         self._contents: dict[str, memoryview | bytes] = {}  # staged content of this rank's files
-        self._hashes: Hashes = {}  # on rank zero: hashes of the tensors of all ranks
+        self._hashes: HashByKind = {}  # on rank zero: hashes of the tensors of all ranks
         self.staged = threading.Event()
         self.started_at = time.monotonic()
         self.duration_s = 0.0  # seconds from the start to the commit

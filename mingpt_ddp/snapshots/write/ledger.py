@@ -22,7 +22,7 @@ from typing import Any
 from mingpt_ddp.config.config import LIMITS, decides_bits
 from mingpt_ddp.errors import reason
 from mingpt_ddp.snapshots.format import KINDS, TENSOR_KINDS, directory_name, step_of
-from mingpt_ddp.snapshots.hashes import Hashes
+from mingpt_ddp.snapshots.hashes import HashByKind
 from mingpt_ddp.storage.lines import append_line, read_lines
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Record:
 
     step: int
     settings: str  # digest of `digest_settings`
-    hashes: Hashes
+    hashes: HashByKind
 
 
 class Ledger:
@@ -80,7 +80,7 @@ class Ledger:
         self.path = directory / LEDGER
         self._has_failed = False
 
-    def append(self, step: int, hashes: Hashes, settings: str) -> None:
+    def append(self, step: int, hashes: HashByKind, settings: str) -> None:
         """Add the hashes of a snapshot. If they cannot be written, only warn, once."""
         if not hashes:
             return

@@ -114,7 +114,7 @@ class SnapshotStore(StoreReader):
             files.update(sorted(files_of_rank.items()))
         for name, file in files.items():
             if self.storage.size(path_of(step, name)) != file["bytes"]:
-                raise OSError(f"{name} is missing or has another size than was written")
+                raise OSError(f"{name} is missing or has the wrong size")
         self.check_owner()
         self.check_lease()
         if record is not None:

@@ -13,7 +13,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.hashes import sha256_of_tensors
-from mingpt_ddp.snapshots.staging_buffer import encode_header, header_of
+from mingpt_ddp.snapshots.staging_buffer import encode_header, lay_out
 from mingpt_ddp.tasks.outputs import Mean
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.dry_run.hook_effects import (
@@ -189,7 +189,7 @@ class TrialRun:
         """Return a snapshot of this step in memory. Check that it could be saved to a file."""
         kinds = {}
         for kind, tensors in self.trainable.tensors().items():
-            encode_header(header_of(tensors))
+            encode_header(lay_out(tensors))
             kinds[kind] = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
         state = {
             "train_state": asdict(TrainState()),

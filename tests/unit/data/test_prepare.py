@@ -232,7 +232,7 @@ def test_a_remote_file_is_fetched_once(settings, server, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(download, "open_filesystem", None)
         assert prepare(config) == encoded
-    with pytest.raises(DataError, match=r"without a network, name a local copy"):
+    with pytest.raises(DataError, match=r"if there is no network, name a local copy"):
         prepare(replace(config, path=server.url + "?other"))
 
 

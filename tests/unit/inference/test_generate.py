@@ -228,7 +228,7 @@ def test_a_model_without_finite_logits_is_refused(model):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(value)
-        with pytest.raises(RuntimeError, match="its logits are not finite"):
+        with pytest.raises(RuntimeError, match="the logits of the model are not finite"):
             drawn(model, prompt(), 1, temperature=0)
 
 

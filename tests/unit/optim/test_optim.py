@@ -176,7 +176,7 @@ def test_the_schedule_of_weight_decay(name, expected):
     ("own", "error"),
     [
         (lambda step, steps: 0.5, r"must take \(step, steps, config\)"),
-        (lambda step, steps, config: math.nan if step == 6 else 1.0, "rate of step 6 is nan"),
+        (lambda step, steps, config: math.nan if step == 6 else 1.0, "returned nan at step 6"),
     ],
 )
 def test_a_schedule_of_ones_own_that_fails(own, error, monkeypatch):

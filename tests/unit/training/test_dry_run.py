@@ -336,7 +336,7 @@ class ColonInName(PlainSGD):
         (StringState, "the optimizer's state 'phase' of scores.weight cannot be saved: str"),
         (
             SharedState,
-            r"the optimizer's state\['all'\] cannot be saved: it belongs to no parameter",
+            r"the optimizer's state\['all'\] cannot be saved: its key is not a parameter",
         ),
         (ColonInName, "names without a colon"),
         (lambda *_: None, "own must be a torch.optim.Optimizer, not NoneType"),
