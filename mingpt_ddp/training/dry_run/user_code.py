@@ -77,6 +77,7 @@ def check_resumes_exactly(dry_run: DryRun, val_metrics: list[str]) -> list[Effec
         ConfigError: A parameter gets no gradient, so that DDP would wait for it.
     """
     task = dry_run.task
+    trial_batches = dry_run.trial_batches
     with attribute_errors_to_user_code():
         first = TrialRun(dry_run, val_metrics)
         initial_digest = first.digest()
