@@ -45,9 +45,9 @@ class Source:
         return SweepPlace.of(number, {key: values[key] for key in values if key in self.swept})
 
 
-def number_of_jobs(settings: SweepConfig, overrides: list[Override], is_ours: bool) -> int:
+def number_of_jobs(settings: SweepConfig, overrides: list[Override], our_sweeper: bool) -> int:
     """Return the number of jobs of a sweep, or 0 if only another sweeper knows it."""
-    if not is_ours and any(override.is_interval_sweep() for override in overrides):
+    if not our_sweeper and any(override.is_interval_sweep() for override in overrides):
         return 0
     if settings.is_search:
         return settings.trials
@@ -71,7 +71,7 @@ def check_search(config: Config, overrides: list[Override]) -> None:
     pruner(config)
 
 
-def source_of(config: Config, overrides: list[Override], directory: Path, env: DistEnv) -> Source:
+def make_source(config: Config, overrides: list[Override], directory: Path, env: DistEnv) -> Source:
     """Return the jobs of a sweep. For a search, open its study.
 
     Args:
@@ -85,8 +85,8 @@ def source_of(config: Config, overrides: list[Override], directory: Path, env: D
         key_of(str(each.input_line)) for each in overrides if each.is_sweep_override()
     )
     # The default objective depends on all jobs of the sweep, so each job is told which one it is.
-    is_typed = any(each.get_key_element() == "sweep.metric" for each in overrides)
-    metric = [] if is_typed else [f"sweep.metric={hydra_value(config.sweep.metric)}"]
+    is_given = any(each.get_key_element() == "sweep.metric" for each in overrides)
+    metric = [] if is_given else [f"sweep.metric={hydra_value(config.sweep.metric)}"]
     if not config.sweep.is_search:
         values = choices(overrides, config.sweep.zip or ())
         if config.sweep.until is not None:
