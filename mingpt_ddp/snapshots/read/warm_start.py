@@ -68,13 +68,13 @@ class WarmStart:
 
 
 def warm_start(
-    config: Config, recorded: Any, typed: Container[str], group: ProcessGroup
+    config: Config, recorded: Any, command_line_keys: Container[str], group: ProcessGroup
 ) -> WarmStart:
     """Find what the run starts from, if not from random weights. A collective.
 
     Args:
         recorded: The state of the snapshot that the run resumes from. None if there is none.
-        typed: Keys from the command line. The weights determine all other sizes.
+        command_line_keys: Keys from the command line. The weights determine all other sizes.
 
     Raises:
         SnapshotError: The weights cannot be used, or the run has started from other weights.
@@ -96,9 +96,9 @@ def warm_start(
         return _described(weights, weights.sha256())
 
     description = group.run_on_rank_zero(find)
-    config = _with_sizes(config, description, typed)
+    config = _with_sizes(config, description, command_line_keys)
     if recorded is None:
-        _check_typed_data(config, description["data"])
+        _check_data_keys(config, description["data"])
     return WarmStart(config, description["state"], description["sizes"], tensors)
 
 
@@ -125,7 +125,9 @@ def _recorded_sha256(url: str, recorded: Any) -> Any:
     return sha256
 
 
-def _with_sizes(config: Config, description: dict[str, Any], typed: Container[str]) -> Config:
+def _with_sizes(
+    config: Config, description: dict[str, Any], command_line_keys: Container[str]
+) -> Config:
     """Return the configuration with the sizes of the weights and their SHA-256.
 
     The run keeps its name.
@@ -140,7 +142,11 @@ def _with_sizes(config: Config, description: dict[str, Any], typed: Container[st
     code = configured.get("code")  # never taken from the source of the weights
     known = without_unknown({"model": {**description["model"], "code": code}})
     model = asdict(build_group("model", known["model"]))
-    chosen = {key for key in configured if "model" in typed or f"model.{key}" in typed}
+    chosen = {
+        key
+        for key in configured
+        if "model" in command_line_keys or f"model.{key}" in command_line_keys
+    }
     for key in sorted(chosen):
         if key in FREE_KEYS:
             model[key] = configured[key]
@@ -151,14 +157,16 @@ def _with_sizes(config: Config, description: dict[str, Any], typed: Container[st
     )
     config = replace(config, model=build_group("model", model))
     if isinstance(config.data, DataConfig):
-        not_typed = {
-            k: value for k, value in description["data"].items() if f"data.{k}" not in typed
+        from_weights = {
+            k: value
+            for k, value in description["data"].items()
+            if f"data.{k}" not in command_line_keys
         }
-        config = replace(config, data=replace(config.data, **not_typed))
+        config = replace(config, data=replace(config.data, **from_weights))
     return config
 
 
-def _check_typed_data(config: Config, data: dict[str, Any]) -> None:
+def _check_data_keys(config: Config, data: dict[str, Any]) -> None:
     """Refuse keys of `data` that differ from the weights, except for a shorter context.
 
     Args:
