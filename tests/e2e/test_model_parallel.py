@@ -43,7 +43,7 @@ def test_the_command_of_the_example(tmp_path):
     [
         (
             "ddp.strategy=zero1",
-            "ModelParallel can use several devices of a rank (to_devices), which needs "
+            "ModelParallel can use several devices per rank (to_devices), which needs "
             "ddp.strategy=ddp and ddp.reduction=fast; set both, or remove to_devices",
         ),
         ("model.n_head=3", "model.n_head=3 must divide model.n_embd=64"),

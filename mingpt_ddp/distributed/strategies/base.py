@@ -91,7 +91,7 @@ class Strategy:
         """
         if isinstance(model, SupportsSeveralDevices) and not self.allows_several_devices:
             raise ConfigError(
-                f"{type(model).__name__} can use several devices of a rank (to_devices), which needs "
+                f"{type(model).__name__} can use several devices per rank (to_devices), which needs "
                 "ddp.strategy=ddp and ddp.reduction=fast; set both, or remove to_devices"
             )
         if self.ddp.sync_batchnorm and self.device.type == "cpu" and self.group.world_size > 1:
