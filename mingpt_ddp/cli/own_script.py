@@ -36,8 +36,8 @@ def resolve(words: Sequence[str] | None = None) -> Job:
     """
     script = begin_to_resolve()
     caller = take_caller()
-    if caller is not None and caller.job is not None:  # this is a job of a sweep
-        return checked_job(Job.from_json(Path(caller.job).read_text()))
+    if caller is not None and caller.job_file is not None:  # this is a job of a sweep
+        return checked_job(Job.from_json(Path(caller.job_file).read_text()))
     if words is not None:
         sys.argv[1:] = words
     jobs = list[Job]()

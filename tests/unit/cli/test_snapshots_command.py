@@ -206,7 +206,7 @@ def test_a_refused_prune_leaves_no_lock(tmp_path, call):
     (tmp_path / "run" / "snapshots" / "step_00000004").mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
     code, _, err = call("prune", str(tmp_path / "run"), "keep_last=1")
-    assert code == 2 and "nothing is deleted" in err
+    assert code == 2 and "prune has deleted nothing" in err
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -221,7 +221,7 @@ def test_prune_refuses_while_the_run_is_running(below, run, call, tmp_path):
         fcntl.flock(lock, fcntl.LOCK_EX)
         code, out, err = call("prune", f"{run}{below}", "keep_last=1", "keep_best=false")
         assert (code, out) == (2, "") and err.count("\n") == 1
-        assert "is locked by process 7 on there, which is still running; wait for it" in err
+        assert "is locked by process 7 on there, which is still running; wait until it ends" in err
         assert "run.name" not in err
         assert store.steps() == [4, 8]
     assert call("prune", f"{run}{below}", "keep_last=1", "keep_best=false")[0] == 0
@@ -253,7 +253,7 @@ def test_prune_refuses_while_the_run_is_running(below, run, call, tmp_path):
         ),
         (
             ["prune", "x/step_00000004", "keep_last=1"],
-            "config error: x/step_00000004 is one snapshot",
+            "config error: x/step_00000004 is a single snapshot",
         ),
         (["export", "x"], "config error: to is missing"),
         (["export", "x", "to=s3://b/c"], "config error: to=s3://b/c must be a new local directory"),
