@@ -341,7 +341,9 @@ def test_storage_that_a_rank_does_not_reach(name, tmp_path):
     for message in run_ranks(
         2, see_own_files, tmp_path / "ranks", values=config, root=str(tmp_path)
     ):
-        assert f"ddp.strategy={name} needs snapshots that every rank reaches, but rank 1" in message
+        assert (
+            f"ddp.strategy={name} needs snapshots that every rank can read, but rank 1" in message
+        )
 
 
 def take_steps(names: list[str], optimizers: list[str]) -> dict[str, list[float]]:
