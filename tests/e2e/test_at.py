@@ -241,7 +241,7 @@ def test_samples_have_no_text(tmp_path):
     steps = ["trainer.max_epochs=null", "trainer.max_steps=2", "run.name=run"]
     succeed([*python_main(), *words, *steps], tmp_path)
     line = refused(tmp_path, "step=1", f"words='{words[0]}' {' '.join(words[1:])}")
-    assert "task.name=classification has no sequences of a text" in line
+    assert "task.name=classification does not train on sequences of a text" in line
 
 
 def test_damage_is_not_the_same_bits(tmp_path):

@@ -482,7 +482,7 @@ def edge(case: str, tmp_path: Path) -> list[str]:
     ("case", "code", "last"),
     [
         ("bug", 1, r"error: rank 0: ValueError: mine \(own_loop.py:\d+\)"),
-        ("nan", 2, "training error: step 8 or one shortly before it has loss nan .*"),
+        ("nan", 2, "training error: step 8, or a step shortly before it, has loss nan .*"),
         ("never", 2, "config error: run.resume=never is for main.py; .*"),
     ],
 )

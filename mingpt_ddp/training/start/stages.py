@@ -45,7 +45,7 @@ from mingpt_ddp.tasks.recorded_text import with_recorded_format
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.dry_run.user_code import check_user_code
 from mingpt_ddp.training.length import RunLength, check_minutes
-from mingpt_ddp.training.memory import SMALLER, refuse_out_of_memory
+from mingpt_ddp.training.memory import SMALLER_MODEL_ADVICE, refuse_out_of_memory
 from mingpt_ddp.training.saves.resume import (
     Recorded,
     check_state,
@@ -233,7 +233,9 @@ def build(inputs: Inputs, history: History, code: Callable[[], Code] | None = No
     snapshots = SnapshotManager(config, runtime, history.store, history.directory)
     snapshot = snapshots.load_latest(partial(check_state, task=task))
     initialize = None if snapshot else partial(inputs.warm.load_into, runtime.group)
-    with refuse_out_of_memory(config, runtime, f"the model {config.model.name}", SMALLER):
+    with refuse_out_of_memory(
+        config, runtime, f"the model {config.model.name}", SMALLER_MODEL_ADVICE
+    ):
         trainable = build_trainable(runtime, task, initialize)
     return resume(runtime, task, inputs.loader, trainable, history, snapshots, snapshot, code)
 
@@ -260,7 +262,7 @@ def resume(
         snapshot = snapshots.read_shards(snapshot, trainable.model, trainable.optimizer)
         state = restore(snapshot, trainable, runtime.scaler)
     length = RunLength(task.config, loader.steps_per_epoch, state)
-    if steps := length.reckon(state.step):
+    if steps := length.steps_from_pace(state.step):
         length.fix(steps, state.step)
     if history.script and runtime.group.run_on_rank_zero(
         lambda: _script_has_ended(directory, task.config, state.step)
