@@ -23,52 +23,54 @@ TYPES = {
     "object": "mapping",
 }
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-Keys = dict[str, dict[str, Any]]  # the JSON schemas of keys by name
-# Its commands are printed as the user has typed them.
+Keys = dict[str, dict[str, Any]]  # JSON schema of each key, by the name of the key
+# The program replaces `python -m mingpt_ddp` by the command that the user runs.
 HELP = """mingpt_ddp trains a small GPT: python -m mingpt_ddp [group=preset ...] [group.key=value ...]
 For example: python -m mingpt_ddp experiment=demo ddp.nproc_per_node=2 trainer.max_steps=500
 
-Flags: -m sweeps over values, as in optimizer.lr=1e-3,3e-4 sweep.parallel=auto; --cfg job shows the configuration; --config-dir=DIR adds
-presets of your own; --version; --hydra-help shows what else Hydra takes.
+-m               train a job for each combination of values, as in optimizer.lr=1e-3,3e-4 sweep.parallel=auto
+--cfg job        show the configuration and exit
+--config-dir=DIR add your own presets
+--version        show the version and exit
+--hydra-help     show the other options of Hydra
 
 Presets"""  # noqa: E501
 PAGE = """# Look up a configuration key
 
 ```
-python main.py --help                       # this list, and the presets
-python main.py model=gpt2 --cfg job         # the values of a command line, without a run
+python main.py --help                       # the keys and the presets
+python main.py model=gpt2 --cfg job         # the values that a command line gives all keys
 ```
 
-Made from `mingpt_ddp/config/keys/schema.py` by `python scripts/config_reference.py`. A key is a word on the command line,
-`group.key=value`, and a line in a YAML file. The presets in `conf/` say only what differs from the defaults here; ???
-stands for what every preset says itself.
+Set a key on the command line as `group.key=value`, or in a YAML file. The presets in `conf/` list only values that differ from
+the defaults below. ??? means that there is no default, and each preset sets the key.
 
-**In the name:** the key is part of the hash in the name of a run without `run.name`, unless it has its default: a key that
-a later version adds renames no run. Almost no key of `ddp` is, so that a run can go on on other machines, and no limit, so that
-a larger `trainer.max_steps` continues the run.
+**In the name:** A run without `run.name` gets a name with a hash. The key is part of the hash if its value is not the default. Limits
+and most `ddp` keys are not, so that a run continues with a larger `trainer.max_steps` or on other machines.
 
-**Changes:** what in a result depends on the key.
+**Changes:** The part of a run's result that depends on the key. [Reports](sweeps.md#read-the-results) and
+[replays](fault-tolerance.md) use it to decide which runs are comparable. Keys of your own classes change the training.
 
-| changes | what | two seeds that differ in it |
+| changes | effect of the key | are runs that differ in it and in their seed replicates? |
 | --- | --- | --- |
-| training | what a step computes | do not compare as replicates |
-| rounding | only the last bits of what a step computes | are replicates |
-| end | the step at which the run ends | do not compare as replicates |
-| measurement | what evaluations measure: `data.val_paths` adds losses, `trainer.eval_steps` changes `val_loss` | are replicates if only `data.val_paths` differs |
-| nothing | no result: where files are, what is logged and saved, how long to wait | are replicates |
+| training | on the result of a step | no |
+| rounding | on the last bits of this result | yes |
+| end | on the step at which the run ends | no |
+| measurement | on evaluations | yes for `data.val_paths`, no for `trainer.eval_steps` |
+| nothing | none on results | yes |
 
-[Reports](sweeps.md#read-the-results) go by it, and so do replays of
-[recorded steps](fault-tolerance.md). The keys of your own classes enter the name and change the training.
+`python scripts/config_reference.py` writes this page.
 """  # noqa: E501
 
 
 def sections() -> Iterator[tuple[str, str, Keys]]:
-    """Yield heading, meaning and keys of each group and of its dataclasses.
+    """Yield heading, description and keys of each group, and then of each of its dataclasses.
 
-    A group has the keys that all its dataclasses have; each of these follows with the others.
+    The section of the group has the keys that all its dataclasses share. The section of a dataclass
+    has its other keys.
     """
     for group, (selectors, classes) in GROUPS.items():
-        if group == "data":  # no dataset of samples is built in
+        if group == "data":  # no dataset of samples is built in, so an example stands for them
             classes = {**classes, "MINE": DatasetConfig}
         keys = {cls: adapter(cls).json_schema()["properties"] for cls in classes.values()}
         first, *others = keys
@@ -87,12 +89,12 @@ def sections() -> Iterator[tuple[str, str, Keys]]:
 
 
 def meaning(cls: type) -> str:
-    """Return the first line of a docstring without the module that it names."""
+    """Return the docstring of a class, up to the module that it names."""
     return str(cls.__doc__).partition("(mingpt_ddp")[0].rstrip(" .\n") + "."
 
 
 def type_of(schema: dict[str, Any]) -> str:
-    """Return type and bounds of a key."""
+    """Describe the type and the bounds of a key: whole number >= 1."""
     if "anyOf" in schema:
         return " | ".join(map(type_of, schema["anyOf"]))
     if literals := schema.get("enum", [schema["const"]] if "const" in schema else []):
@@ -105,30 +107,35 @@ def type_of(schema: dict[str, Any]) -> str:
     return f"{TYPES[schema['type']]} {', '.join(bounds)}".strip()
 
 
+def type_with_unit(schema: dict[str, Any]) -> str:
+    """Describe the type, the bounds and the unit of a key: whole number >= 1, in steps."""
+    unit = f", in {schema['unit']}" if schema["unit"] else ""
+    return f"{type_of(schema)}{unit}"
+
+
 def show_number(value: float) -> str:
     """Format a number as 10,000 or 1e6."""
     return re.sub(r"e\+0*", "e", f"{value:,g}")
 
 
 def default_of(schema: dict[str, Any]) -> str:
-    """Return a key's default as one types it."""
+    """Return the default of a key as text for the command line, or ??? if there is none."""
     return json.dumps(schema["default"]).strip('"') if "default" in schema else "???"
 
 
 def help_text() -> str:
-    """Return what --help prints."""
+    """Return the text that --help prints."""
     lines = [HELP]
     for directory in sorted((ROOT / "conf").iterdir()):
         presets = sorted(path.stem for path in directory.glob("*.yaml"))
         if presets:
             lines.append(f"  {directory.name:<10} {' '.join(presets)}")
-    lines += ["", "Keys with their defaults; ??? stands for a value of the preset"]
+    lines += ["", "Keys with their defaults (??? means that each preset sets the key)"]
     for heading, text, keys in sections():
         lines += ["", f"{heading}: {text}"]
         for key, schema in keys.items():
             assignment = f"{heading.partition(',')[0]}.{key}={default_of(schema)}"
-            unit = f"{schema['unit']}: " if schema["unit"] else ""
-            lines.append(f"  {assignment:<38} {unit}{schema['description']} ({type_of(schema)})")
+            lines.append(f"  {assignment:<38} {schema['description']} ({type_with_unit(schema)})")
     return "\n".join(lines) + "\n"
 
 
@@ -139,13 +146,12 @@ def page() -> str:
         lines += [f"## {heading}", "", text, ""]
         if keys:
             lines += [
-                "| key | type | unit | default | meaning | in the name | changes |",
-                "| --- | --- | --- | --- | --- | --- | --- |",
+                "| key | type | default | meaning | in the name | changes |",
+                "| --- | --- | --- | --- | --- | --- |",
             ]
         for key, schema in keys.items():
             cells = [
-                type_of(schema).replace("|", "\\|"),
-                schema["unit"],
+                type_with_unit(schema).replace("|", "\\|"),
                 f"`{default_of(schema)}`",
                 schema["description"],
                 "yes" if schema["in_name"] else "",

@@ -241,7 +241,7 @@ class Network:
             assert found == {*replaced}, "the package calls it otherwise now"
             threads = self._threads(partial(HeldThread, self))
             patches.enter_context(mock.patch.object(watchdog, "threading", threads))
-            patches.enter_context(mock.patch.object(shared_memory, "_machine", self._machine))
+            patches.enter_context(mock.patch.object(shared_memory, "_machine_id", self._machine))
             yield
 
     def _threads(self, thread: Any) -> SimpleNamespace:

@@ -250,7 +250,7 @@ def fit_for_tests() -> None:
     from mingpt_ddp.tasks import language_model
 
     language_model.SAMPLE_CHARACTERS = 40
-    manager.QUICK_S = 15.0
+    manager.QUICK_SAVE_S = 15.0
 
 
 def find_plugins() -> None:

@@ -1,4 +1,4 @@
-"""Commands, one module each: arguments in, exit code out."""
+"""The commands. Each has a module in `commands`, which reads arguments and returns an exit code."""
 
 import sys
 
@@ -26,6 +26,7 @@ def begin() -> None:
     interrupt_commands()
     module = main_module()
     if module and module.removesuffix(".__main__") != "mingpt_ddp":
-        line = f"{module} is not a command; write python -m mingpt_ddp with {', '.join(COMMANDS)}"
+        names = ", ".join(COMMANDS)
+        line = f"{module} is not a command; write python -m mingpt_ddp COMMAND, one of {names}"
         print(f"config error: {line}", file=sys.stderr)
         sys.exit(2)

@@ -6,12 +6,12 @@ train        train a model
 sample       generate text from a snapshot
 evaluate     measure the model of a snapshot on a split, or on other data
 snapshots    list, verify, prune and export snapshots
-report       show a sweep, or any runs, as a table and a page
-plan         say what a configuration means, without training it
-again        train with the configuration that a run has recorded, and with changes
-replay       train some steps of a run again, and compare them with what it has recorded
-at           repeat a step of a run, and say which text it learnt from
-versions     train two versions of the code, and say which is better, faster, or the same
+report       show the results of runs or of a sweep as a table and an HTML page
+plan         show the length, the memory and the doubtful settings of a run, without training it
+again        train with the recorded configuration of a run, and with changes
+replay       train some steps of a run again, and compare the results with its record
+at           repeat one step of a run, and show the text of that step
+versions     train two or more versions of the code, and compare their losses and speeds
 
 `mingpt-ddp COMMAND --help` describes the keys of a command.
 """
@@ -36,6 +36,7 @@ def main(trains_by_default: bool = False) -> None:
     elif trains_by_default and not (words and re.fullmatch(r"[a-z_]+", words[0])):
         name = "train"
     else:
-        run_command(__doc__, dict.fromkeys(COMMANDS, len))  # describes them, or refuses the name
+        # This prints the usage above, or refuses the name. It calls no command.
+        run_command(__doc__, dict.fromkeys(COMMANDS, len))
         return
     import_module(f"mingpt_ddp.cli.commands.{name}").main()

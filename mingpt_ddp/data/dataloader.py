@@ -69,20 +69,22 @@ class BatchPlan:
         return range(rank, self.n_micro, self.world_size)
 
 
-def with_batch_size(config: Config, world_size: int, recorded: int | None) -> Config:
+def with_batch_size(config: Config, world_size: int, recorded_batch_size: int | None) -> Config:
     """Replace `batch_size_per_rank` in the configuration by the `batch_size` that it gives.
 
     The run keeps its name.
 
     Args:
-        recorded: Batch size in the snapshot to resume, or None in a new run. A resumed run keeps
-            the batch size of its first start, at any number of ranks.
+        recorded_batch_size: Batch size in the snapshot to resume, or None in a new run. A resumed
+            run keeps the batch size of its first start, at any number of ranks.
     """
     per_rank = config.trainer.batch_size_per_rank
     if per_rank is None:
         return config
     trainer = replace(
-        config.trainer, batch_size=recorded or per_rank * world_size, batch_size_per_rank=None
+        config.trainer,
+        batch_size=recorded_batch_size or per_rank * world_size,
+        batch_size_per_rank=None,
     )
     return replace(config, run=replace(config.run, name=run_name(config)), trainer=trainer)
 

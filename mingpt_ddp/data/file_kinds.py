@@ -1,6 +1,7 @@
 """Recognize the format of a file by its name and its first bytes.
 
-Prose and code must never be refused: lines of JSON only count if all of them are objects.
+Prose and code must never be refused. A text therefore counts as JSON Lines only if each of its
+lines is an object.
 """
 
 import bz2
@@ -20,12 +21,15 @@ from typing import Any
 from mingpt_ddp.config.keys.components import Form
 from mingpt_ddp.errors import ConfigError, DataError
 
-HEAD_BYTES = 1 << 18  # bytes of a text that are looked at
-ENCODED_BYTES = 1 << 13  # bytes of the head that are looked at to recognize UTF-16
-FLOOD = 0.1  # share of control characters that no text has
-MIN_FLOOD = 16  # control characters
-# Control characters that no text has. Terminals write backspace, tab, form feed and escape, chats
-# the codes of colours, records their separators.
+HEAD_BYTES = 1 << 18  # number of bytes at the start of a text that decide its format
+ENCODED_BYTES = 1 << 13  # number of bytes of the head that are decoded to recognize UTF-16
+# A text is refused if at least this share of its characters, and this many, are unexpected control
+# characters.
+FLOOD_SHARE = 0.1
+FLOOD_MIN_COUNT = 16
+# Control characters that are unexpected in a text. Left out are those that texts do contain:
+# terminals write backspace, tab, form feed and escape, chats write the codes of colours, and
+# records are separated by four others.
 CONTROLS = bytes({*range(32), 127} - {*b"\b\t\n\v\f\r\x1b", *b"\x02\x03\x0f\x16", *range(28, 32)})
 READ = "read it with a reader of your own (docs/your-own-model.md)"
 CONVERT = "convert it: iconv -f {} -t UTF-8 OLD >NEW"
@@ -38,14 +42,26 @@ WAYS_OUT = (
 
 @dataclass(frozen=True)
 class Kind:
-    """The format of a file, and what to do if it cannot be read as text."""
+    """The format of a file, with advice for a file that is not text.
+
+    Attributes:
+        name: Name of the format in messages.
+        advice: How to read such a file, or how to convert it to text.
+        form: The data.format that reads such a file, or None.
+    """
 
     name: str
     advice: str
-    form: Form | None = None  # the data.format that reads it
+    form: Form | None = None
 
     def refusal(self, source: str, path: str, wanted: str) -> DataError:
-        """Return the error that refuses a file of this format. `wanted` names the expected one."""
+        """Make the error that refuses a file of this format.
+
+        Args:
+            source: Name of the text in messages.
+            path: Path of the file, for the advice.
+            wanted: Name of the expected format.
+        """
         advice = self.advice.replace("FILE", path)
         return DataError(f"{source} looks like {self.name}, not {wanted}; {advice}")
 
@@ -79,42 +95,52 @@ FORMATS = {
     ZIP: rb"PK\x03\x04|PK\x05\x06",
     TAR: rb".{257}ustar",
 }
-WIDE_ENCODINGS = ("UTF-32LE", "UTF-32BE", "UTF-16LE", "UTF-16BE")  # with a BOM or without
-AFTER_OBJECT = re.compile(r"\s*(,\s*(\{|$)|\]?\s*$)")  # in an array of objects
-LONGEST_LITERAL = 6  # characters: \u0000
+WIDE_ENCODINGS = ("UTF-32LE", "UTF-32BE", "UTF-16LE", "UTF-16BE")  # with or without a BOM
+# Matches the text after the first object of an array: a comma, the end of the array, or a cut.
+AFTER_OBJECT = re.compile(r"\s*(,\s*(\{|$)|\]?\s*$)")
+# JSON whose error is this many characters from its end may only be cut off: an escape such as
+# \u0000 has six.
+LONGEST_LITERAL = 6
 ARRAY = re.compile(r"\[\s*(?=\{)")
-# Splits by the names of files and directories, in lower case.
+# The split that the name of a file or of a directory, in lower case, stands for.
 SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(
     ("val", "valid", "validation", "dev"), "val"
 )
 
 
 def _all_streams(opened: Callable[[Any], Any], file: Any) -> Any:
-    """Open a compressed file so that a bad stream after a good one raises, and is not the end."""
+    """Open a compressed file so that a damaged stream after a good one raises an exception.
+
+    Python's modules would otherwise take the damage for the end of the file.
+    """
     decompressing = opened(file)
     decompressing._buffer.raw._trailing_error = ()
     return decompressing
 
 
 def _zstd(file: Any) -> Any:
-    """Decompress a zstd file by pyarrow. Other libraries do not notice a file that is cut off."""
+    """Decompress a zstd file with pyarrow. Other libraries do not notice if a file is cut off."""
     return import_pyarrow("zstd").CompressedInputStream(file, "zstd")
 
 
-DECOMPRESSORS: dict[bytes, Callable[[Any], Any]] = {  # by the first bytes of a compressed file
+# Functions that decompress a file, by a pattern of the file's first bytes.
+DECOMPRESSORS: dict[bytes, Callable[[Any], Any]] = {
     rb"\x1f\x8b": lambda file: gzip.GzipFile(fileobj=file),
     rb"\x28\xb5\x2f\xfd": _zstd,
     rb"\xfd7zXZ\0": lambda file: _all_streams(lzma.LZMAFile, file),
     rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": lambda file: _all_streams(bz2.BZ2File, file),
 }
-DAMAGES = (OSError, EOFError, zlib.error, lzma.LZMAError)  # what damaged compressed files raise
+# Exceptions that reading a damaged compressed file raises.
+DAMAGES = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 def decompressed(file: Any) -> Any:
-    """Return a buffered file as it is, or decompressed if it begins as a compressed one.
+    """Decompress a buffered file if its first bytes say that it is compressed.
+
+    Any other file is returned as it is.
 
     Raises:
-        ConfigError: pyarrow is needed for it, and not installed.
+        ConfigError: The file needs pyarrow, which is not installed.
     """
     head = file.peek(10)
     for begin, decompress in DECOMPRESSORS.items():
@@ -124,10 +150,13 @@ def decompressed(file: Any) -> Any:
 
 
 def import_pyarrow(what: str) -> Any:
-    """Return the module.
+    """Import pyarrow.
+
+    Args:
+        what: The feature that needs pyarrow, for the error message.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: pyarrow is not installed.
     """
     try:
         import pyarrow
@@ -137,22 +166,24 @@ def import_pyarrow(what: str) -> Any:
 
 
 def kind_of_file(path: Path) -> Kind:
-    """Return the format of a file: by its suffix, if that says it, else by its first bytes."""
+    """Recognize the format of a file by its suffix. If that is not known, by its first bytes."""
     suffix = PurePosixPath(re.sub(r"\.(gz|bz2|xz|zst)$", "", path.name)).suffix.lower()
     if suffix in SUFFIXES and path.stat().st_size:
         return SUFFIXES[suffix]
     try:
         with open(path, "rb") as raw, decompressed(raw) as file:
             return kind_of(file.read(HEAD_BYTES))
-    except DAMAGES:  # damage is reported when the file is read
+    # Damage is reported later, when the file is read as text.
+    except DAMAGES:
         return TEXT
 
 
 def kind_of(head: bytes) -> Kind:
-    """Return the format of content: TEXT if it is UTF-8 and in no other format.
+    """Recognize the format of a file's content. It is TEXT if it is UTF-8 and no other format.
 
     Args:
-        head: The first HEAD_BYTES, decompressed. If it is shorter, it is the whole content.
+        head: The first HEAD_BYTES of the content, decompressed. If there are fewer bytes, they are
+            the whole content.
     """
     text = _decoded(head, "utf-8")
     controls = len(head) - len(head.translate(None, CONTROLS))
@@ -163,24 +194,24 @@ def kind_of(head: bytes) -> Kind:
             return BINARY
         if text is None:
             return NOT_UTF8
-        if controls >= max(MIN_FLOOD, FLOOD * len(head)):
+        if controls >= max(FLOOD_MIN_COUNT, FLOOD_SHARE * len(head)):
             return FLOODED
     return _kind_of_json(text or "", is_whole=len(head) < HEAD_BYTES) or TEXT
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a file, or a directory that it is in, is hidden."""
+    """Return True if a file, or a directory above it, is hidden."""
     parts = {*name.split("/")} - {".", ".."}
     return any(part.startswith((".", "__MACOSX")) for part in parts)
 
 
 def is_utf8(head: bytes) -> bool:
-    """Return whether bytes are UTF-8 without NUL, whatever else they look like."""
+    """Return True if bytes are UTF-8 without NUL, even if they look like another format."""
     return b"\0" not in head and _decoded(head, "utf-8") is not None
 
 
 def _decoded(head: bytes, encoding: str) -> str | None:
-    """Return the text of bytes that may end within a character; None: they are not so encoded."""
+    """Decode bytes that may end within a character. Return None if they have another encoding."""
     try:
         return codecs.getincrementaldecoder(encoding)().decode(head)
     except UnicodeDecodeError:
@@ -192,15 +223,16 @@ def _binary_format(head: bytes) -> Kind | None:
         if re.match(pattern, head, re.DOTALL):
             return kind
     for encoding in WIDE_ENCODINGS:
-        if _is_written(head, encoding):
+        if _is_prose(head, encoding):
             return Kind(encoding, CONVERT.format(encoding))
     return None
 
 
-def _is_written(head: bytes, encoding: str) -> bool:
-    """Return whether bytes are words or lines in an encoding, without characters that no text has.
+def _is_prose(head: bytes, encoding: str) -> bool:
+    """Return True if bytes are words or lines in this encoding.
 
-    Tokens of 16 bits, as of nanoGPT, have control characters or characters without a meaning.
+    Files of 16-bit tokens, such as nanoGPT's, are valid UTF-16 too. But they contain control
+    characters or unassigned ones, which no text has.
     """
     text = _decoded(head[:ENCODED_BYTES], encoding) or ""
     categories = {unicodedata.category(character) for character in {*text} - {*"\t\n\f\r"}}
@@ -208,10 +240,11 @@ def _is_written(head: bytes, encoding: str) -> bool:
 
 
 def _kind_of_json(text: str, is_whole: bool) -> Kind | None:
-    """Recognize lines that are JSON objects, and one array of objects.
+    """Recognize JSON Lines, and a JSON array of objects.
 
     Args:
-        is_whole: the text does not go on.
+        text: The head of the content.
+        is_whole: True if the head is the whole content.
     """
     text = text.lstrip("\ufeff \t\r\n")
     if array := ARRAY.match(text):
@@ -224,13 +257,17 @@ def _kind_of_json(text: str, is_whole: bool) -> Kind | None:
     *lines, last = text.rstrip().split("\n")
     if not all(map(_is_object, lines)):
         return None
-    is_cut = not is_whole or bool(lines)  # the last may be cut off, in the file too
+    # The last line may be cut off: by the end of the head, or in an unfinished file.
+    is_cut = not is_whole or bool(lines)
     is_json = _object_end(last, 0) == len(last) if is_cut else _is_object(last)
     return JSON_LINES if is_json else None
 
 
 def _object_end(text: str, begin: int) -> int | None:
-    """Return where a JSON object ends, or the text in the middle of one; None: there is none."""
+    """Find the end of the JSON object that begins at `begin`.
+
+    Return the end of the text if the object is cut off there, and None if it is not an object.
+    """
     try:
         return json.JSONDecoder().raw_decode(text, begin)[1]
     except RecursionError:
@@ -240,12 +277,12 @@ def _object_end(text: str, begin: int) -> int | None:
 
 
 def _value_is_cut(error: json.JSONDecodeError, text: str) -> bool:
-    """Return whether JSON is wrong only because the text ends in the middle of it."""
+    """Return True if JSON is invalid only because the text ends in the middle of it."""
     return error.pos >= len(text) - LONGEST_LITERAL or "Unterminated" in error.msg
 
 
 def _is_object(line: str) -> bool:
-    """Return whether a line is a JSON object, or blank."""
+    """Return True if a line is a JSON object or blank."""
     if not line.strip():
         return True
     try:

@@ -1,4 +1,4 @@
-"""Check the token ids of files, and say where those of each split lie; nothing is copied."""
+"""Check files of token ids, and find the tokens of each split in them, without copying any."""
 
 from pathlib import Path
 
@@ -16,7 +16,17 @@ from mingpt_ddp.errors import DataError
 def locate(
     texts: list[Text], config: DataConfig, tokenizer: Tokenizer | None, directory: Path
 ) -> EncodedText:
-    """Check token ids, and return where those of each split lie."""
+    """Check the token ids of all texts, and find the tokens of each split in their files.
+
+    Args:
+        texts: Texts in the format tokens.
+        config: The settings that split the texts.
+        tokenizer: The tokenizer that made the tokens, or a stand-in with their vocabulary size.
+        directory: Directory of the texts in the cache.
+
+    Raises:
+        DataError: The files have tokens of several types, or an id that is not in the vocabulary.
+    """
     assert tokenizer is not None
     _check_types(texts)
     lengths = []
@@ -43,35 +53,46 @@ def locate(
 
 
 def _check_types(texts: list[Text]) -> None:
-    """Refuse tokens of several types."""
-    names: dict[str, str] = {}  # a file, or a text of one, of each type
+    """Refuse files whose tokens have different types.
+
+    Raises:
+        DataError: The files have tokens of several types.
+    """
+    # By type, the name of the first file that has tokens of this type.
+    names: dict[str, str] = {}
     for text in texts:
         for file in text.tokens:
             names.setdefault(file.dtype, text.source if len(text.tokens) == 1 else file.path)
     (dtype, name), *others = names.items()
     for other, path in others:
-        raise DataError(f"{path} has tokens of {other}, {name} of {dtype}; write all of one type")
+        raise DataError(
+            f"{path} has tokens of {other}, but {name} has tokens of {dtype}; write all files with "
+            "the same type"
+        )
 
 
 def _check_ids(text: Text, tokenizer: Tokenizer) -> None:
-    """Refuse token ids that the tokenizer does not have.
+    """Refuse token ids that are not in the tokenizer's vocabulary.
 
     Raises:
-        DataError: names the largest.
+        DataError: An id is negative or too large. The error names the largest one.
     """
     files = text.tokens
     size = tokenizer.vocab_size
     dtype = files[0].dtype
     if np.iinfo(f"u{files[0].itemsize}").max < size:
         return
-    largest = find_largest(files)  # reads everything
+    largest = find_largest(files)  # reads all tokens
     if largest.id < size:
         return
-    advice = f"raise data.vocab_size={size} if they are meant"
+    advice = f"if it is right, raise data.vocab_size={size}"
     if not isinstance(tokenizer, NoTokenizer):
-        advice = "give the tokenizer that has made the tokens, or none and data.vocab_size"
+        advice = (
+            "set data.tokenizer to the tokenizer that made the tokens, or leave it out and give "
+            "data.vocab_size"
+        )
     raise DataError(
-        f"{text.source} has an id that is none of 0 .. {size - 1}: "
+        f"{text.source} has a token id that is not in 0 .. {size - 1}: "
         f"{np.uint64(largest.id).astype(dtype)} at token {largest.position:,} of "
         f"{files[largest.file].path}; {advice}"
     )

@@ -1,8 +1,8 @@
-"""From `data.path` to token files: find texts in the cache, or read and encode them once.
+"""Turn `data.path` into token files: find texts in the cache, or read and encode them once.
 
-`files_of` lists the files of a text. If the cache has a directory for them, no file is read. Else
-`Text.look` decides the format, `Text.measure` hashes the text and counts its characters, and
-`encode` writes the tokens.
+`files_of` lists the files of a text. If the cache has a directory for them, no file is read.
+Otherwise `Text.look` decides the format, `Text.measure` hashes the text and counts its characters,
+and `encode` writes the tokens.
 """
 
 import time
@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from mingpt_ddp.config.keys.components import GIVEN_SPLITS, DataConfig, Form
+from mingpt_ddp.config.keys.components import SPLITS_WITH_OWN_TEXT, DataConfig, Form
 from mingpt_ddp.data.dataset import EncodedText, RecordedText
 from mingpt_ddp.data.locate_tokens import locate
 from mingpt_ddp.data.text.encode import encode, is_divided
@@ -25,9 +25,11 @@ from mingpt_ddp.data.tokenizers.chosen_tokenizer import (
 from mingpt_ddp.data.tokenizers.tokenizer import Tokenizer, tokenizer_from_state
 from mingpt_ddp.errors import DataError, UserError
 
-# Keys of data for one of several texts.
+# Settings that reduce a data configuration to a single text.
 ONE_TEXT: dict[str, Any] = dict.fromkeys(("sources", "val_paths", "split_paths", "sha256"))
-SETTLED_NS = 2_000_000_000  # the longest tick of a file system's clock, on FAT
+# The longest tick of any file system's clock is two seconds, on FAT. A later write changes the time
+# of a file that is older.
+SETTLED_NS = 2_000_000_000
 
 
 def prepare_all(
@@ -36,20 +38,26 @@ def prepare_all(
     cache: TextCache | None = None,
     recorded: RecordedText | None = None,
 ) -> dict[str, EncodedText]:
-    """Return the training text as "", and those of `data.val_paths` by name.
+    """Prepare the training text and the further validation texts of `data.val_paths`.
 
     The tokenizer of the training text encodes all of them.
 
     Args:
-        tokenizer: The one of a snapshot, or None for the one of `data.tokenizer`.
-        cache: Notes what this call adds. None opens the cache of `data.cache_dir`.
-        recorded: The text of the snapshot that the run resumes from, if it has one. Its texts are
-            read whatever they look like.
+        config: The settings of the data.
+        tokenizer: The tokenizer of a snapshot, or None for the one that `data.tokenizer` names.
+        cache: The cache of encoded texts, which keeps track of the entries that this call adds.
+            None opens the cache in `data.cache_dir`.
+        recorded: The training text of the snapshot that the run resumes from, or None in a new run.
+            Texts are read in its format, even if they look like another one.
+
+    Returns:
+        The training text under the key "", and each further validation text under its name.
 
     Raises:
-        ConfigError: the tokenizer needs a library that is not installed.
-        DataError: a text cannot be read, does not look like a text, has another SHA-256 than
-            `data.sha256`, or cannot be encoded; or there are no two distinct characters to learn.
+        ConfigError: The tokenizer needs a library that is not installed.
+        DataError: A text cannot be read, does not look like a text, has another SHA-256 than
+            `data.sha256`, or cannot be encoded. Or the training text consists of a single distinct
+            character, so that there is nothing to learn.
     """
     cache = cache or TextCache(config)
     try:
@@ -60,12 +68,12 @@ def prepare_all(
 
 
 def sha256_of_text(config: DataConfig) -> str:
-    """Return the SHA-256 of a training text as a new run records it, without encoding the text.
+    """Compute the SHA-256 that a new run would record for its training text.
 
-    The text is not read if the cache has its tokens, encoded with the same settings.
+    The text is not encoded. It is not even read if the cache has its tokens for these settings.
 
     Raises:
-        ConfigError, DataError: As `prepare_all`.
+        ConfigError, DataError: The text cannot be prepared, for the reasons of `prepare_all`.
     """
     return Texts(config, given_tokenizer(config), TextCache(config)).sha256()
 
@@ -89,7 +97,7 @@ def _prepare_all(
             if is_new:
                 texts = Texts(one, tokenizer, cache, None, path, text.form)
             else:
-                texts = _kept(one, tokenizer, cache, text.form, path)
+                texts = _texts_in_recorded_form(one, tokenizer, cache, text.form, path)
             encoded[name] = texts.encoded()
         except DataError as error:
             raise DataError(f"data.val_paths.{name}: {error.args[0]}") from error
@@ -97,68 +105,79 @@ def _prepare_all(
 
 
 def _check_val_paths(config: DataConfig) -> None:
-    """Refuse names of splits, which are meant for `data.split_paths`, in a new run."""
+    """Refuse the name of a split in `data.val_paths`. It belongs in `data.split_paths`."""
     for name in config.val_paths or {}:
-        if name in GIVEN_SPLITS:
+        if name in SPLITS_WITH_OWN_TEXT:
             raise DataError(
-                f"data.val_paths.{name}: to replace the {name} split of data.path by this text, "
-                "give it as data.split_paths; to measure it besides, name it otherwise"
+                f"data.val_paths.{name} has the name of a split; to replace the {name} split of "
+                "data.path by this text, give it as data.split_paths; to measure the loss on it "
+                "too, give it another name"
             )
 
 
 def _recorded_text(
     config: DataConfig, tokenizer: Tokenizer | None, cache: TextCache, recorded: RecordedText
 ) -> EncodedText | None:
-    """Return the text of a snapshot in the format of its first start. None if it has changed."""
-    texts = _kept(config, tokenizer, cache, recorded.form)
-    with suppress(DataError):  # raised for a changed text, which is then read as a new one
+    """Prepare the training text of a snapshot, in the recorded format.
+
+    Return None if the text has changed since.
+    """
+    texts = _texts_in_recorded_form(config, tokenizer, cache, recorded.form)
+    # A changed text may raise DataError. It is then read as a new one.
+    with suppress(DataError):
         if texts.sha256() == recorded.sha256:
             return texts.encoded()
     return None
 
 
-def _kept(
+def _texts_in_recorded_form(
     config: DataConfig,
     tokenizer: Tokenizer | None,
     cache: TextCache,
     form: Form,
     source: str = "",
 ) -> "Texts":
-    """Return texts to read in the format of a snapshot.
+    """Open texts that are to be read in the format that a snapshot has recorded.
 
-    Use the directory that a new run with the same texts has made, if it has this format.
+    If a new run with the same texts has cached them in this format, its directory is used.
     """
     texts = Texts(config, tokenizer, cache, source=source)
     entry = cache.find(texts.directory)
     if entry is None or entry.text.form != form:
         return Texts(config, tokenizer, cache, form, source)
-    texts.kept = form
+    texts.recorded_form = form
     return texts
 
 
 class Texts:
-    """The one text, or those of `data.sources`, and those of `data.split_paths`."""
+    """Texts that are encoded together, into one directory of the cache.
+
+    They are the text of `data.path`, or all texts of `data.sources`, and those of
+    `data.split_paths`.
+    """
 
     def __init__(
         self,
         config: DataConfig,
         tokenizer: Tokenizer | None,
         cache: TextCache,
-        kept: Form | None = None,
+        recorded_form: Form | None = None,
         source: str = "",
         form: str = "",
     ) -> None:
         """
         Args:
-            tokenizer: None if it is learnt from the text.
-            kept: The format in a snapshot, or None for a new run. The texts are then read in it,
-                whatever they look like.
-            source: Name of the text in messages. "" for its key and value.
-            form: The format that the training text has, if this is a further validation text.
+            config: The settings of the data.
+            tokenizer: The tokenizer, or None if it is learnt from the texts.
+            cache: The cache of encoded texts.
+            recorded_form: The format in the snapshot to resume, or None in a new run. The texts are
+                read in this format, even if they look like another one.
+            source: Name of the text in messages. If it is "", messages show the key and its value.
+            form: If this is a further validation text, the format of the training text. Else "".
         """
         self.config = config
         self.cache = cache
-        self.kept = kept
+        self.recorded_form = recorded_form
         self.tokenizer = with_end(tokenizer, config) if tokenizer else None
         self._form = form
         given = config.split_paths or {}
@@ -167,7 +186,8 @@ class Texts:
         if config.sources is None:
             self.texts.append(_open(config, source or config.source, split, cache))
         for path, weight in config.sources or ():
-            # Give each config one source only: it validates all, and there may be thousands.
+            # Give each configuration a single source. It validates all that it has, and there may
+            # be thousands.
             one = replace(config, path=path, sources=[(path, weight)])
             self.texts.append(_open(one, one.source, split, cache))
         for name in sorted(given, reverse=True):  # val, test
@@ -178,11 +198,14 @@ class Texts:
         if is_divided(self.texts, config, self.tokenizer) or config.format == "tokens":
             shares = [config.truncate, config.train_split, config.test_split, bool(config.sources)]
         chosen = self.tokenizer.state() if self.tokenizer else [config.tokenizer, config.vocab_size]
-        self.directory = cache.directory([key, kept, chosen, shares])
+        self.directory = cache.directory([key, recorded_form, chosen, shares])
         self._sha256 = ""
 
     def _shared_files(self) -> list[str]:
-        """Return a note if a file is in two splits: its text is trained on and measured."""
+        """Return a note for the log if a file is in two splits.
+
+        The model is then evaluated on a text that it has been trained on.
+        """
         first: dict[str, Text] = {}
         for text in self.texts:
             for file in map(str, text.files or []):
@@ -192,12 +215,12 @@ class Texts:
         return []
 
     def found(self) -> CachedText | None:
-        """Return the entry of these texts in the cache. None if the texts must be read first."""
+        """Look up these texts in the cache. Return None if they must be read first."""
         entry = self.cache.find(self.directory)
         return entry if entry and entry.is_settled and not self.cache.reads_all else None
 
     def sha256(self) -> str:
-        """Return the SHA-256 of the texts. Read them unless the cache knows it."""
+        """Compute the SHA-256 of the texts. They are read only if the cache does not know it."""
         if entry := self.found():
             return entry.text.sha256
         if not self._sha256:
@@ -210,9 +233,14 @@ class Texts:
         return self._sha256
 
     def _look(self, text: Text) -> None:
+        """Decide the format of a text, which must be the same for all texts.
+
+        Raises:
+            DataError: The text cannot be read, or it has another format than the first text.
+        """
         is_given = self.config.split_paths is not None or self._form != ""
         with _errors_of_reading(text.source):
-            text.look(self.kept, checks_splits=self.kept is None and not is_given)
+            text.look(self.recorded_form, checks_splits=self.recorded_form is None and not is_given)
         form = self._form or self.texts[0].form
         if text.form != form:
             raise DataError(
@@ -221,10 +249,10 @@ class Texts:
             )
 
     def encoded(self) -> EncodedText:
-        """Return the encoded texts in the cache. One process encodes them; the others wait.
+        """Return the encoded texts. If the cache lacks them, one process encodes, others wait.
 
         Raises:
-            DataError: As `prepare_all`.
+            DataError: The texts cannot be prepared, for the reasons of `prepare_all`.
         """
         entry = self.found()
         if entry is None:
@@ -234,7 +262,7 @@ class Texts:
         return entry.text
 
     def _add(self) -> CachedText:
-        """Read the texts, and encode them unless the cache has these very texts."""
+        """Read the texts, and add them to the cache unless it has them with the same SHA-256."""
         settled_ns = time.time_ns() - SETTLED_NS
         sha256 = self.sha256()
         self._check_sha256(sha256)
@@ -256,6 +284,13 @@ class Texts:
         return entry
 
     def _check_sha256(self, sha256: str) -> None:
+        """Refuse texts that have another SHA-256 than `data.sha256`.
+
+        Their downloads are deleted, so that the next start downloads them again.
+
+        Raises:
+            DataError: The hashes differ.
+        """
         expected = self.config.sha256
         if expected not in (None, sha256):
             self.cache.forget(self.texts[0].files or [])
@@ -266,14 +301,21 @@ class Texts:
 
 
 def _open(config: DataConfig, source: str, split: str, cache: TextCache) -> Text:
-    """Find the files of a text; download those at a URL."""
+    """Find the files of a text. Files at a URL are downloaded."""
     with _errors_of_reading(source):
         return Text(config, source, split, cache)
 
 
 @contextmanager
 def _errors_of_reading(source: str) -> Iterator[None]:
-    """Turn an exception of a file system into one line. Its type depends on the protocol."""
+    """Turn an exception of a file system, whose type depends on the protocol, into a DataError.
+
+    Args:
+        source: Name of the text in messages.
+
+    Raises:
+        DataError: A file is missing or cannot be read.
+    """
     try:
         yield
     except FileNotFoundError as error:
@@ -284,5 +326,5 @@ def _errors_of_reading(source: str) -> Iterator[None]:
         reason = str(error) or type(error).__name__
         message = f"cannot read {source} ({reason[:200]})"
         if "://" in source:
-            message += "; without a network, name a local copy"
+            message += "; if there is no network, name a local copy"
         raise DataError(message) from error

@@ -1,4 +1,4 @@
-"""The phases of a training step, marked for the watchdog, the profiler and the rank's clock."""
+"""Mark the phases of a training step for the watchdog, the profiler and the clock of the rank."""
 
 import time
 from collections.abc import Iterator
@@ -8,7 +8,8 @@ import torch
 
 from mingpt_ddp.distributed.strategies.base import Strategy
 
-FETCH = "fetch the batch"  # name of the profiler's events of a data wait
+FETCH_EVENT = "fetch the batch"  # name of this event in the profiler
+# For each phase, the activity in the heartbeat.
 ACTIVITIES = {
     "fetch": "fetching the batch of step {}",
     "forward": "in the forward pass of step {}",
@@ -18,19 +19,20 @@ ACTIVITIES = {
 
 
 class StepPhases:
-    """Mark the phases: `with phase("forward", step): ...`."""
+    """Mark a phase of a step, as in `with phase("forward", step): ...`."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
-        self.fetch_s = 0.0  # seconds to fetch the latest batch
+        self.fetch_s = 0.0  # seconds that it took to fetch the latest batch
 
     @contextmanager
     def __call__(self, name: str, step: int, waiting: bool = False) -> Iterator[None]:
-        """Put the phase into the heartbeat; time the fetch, and name it in a profile.
+        """Write the phase to the heartbeat. For a fetch, also measure its time and profile it.
 
         Args:
-            name: a key of ACTIVITIES.
-            waiting: this phase waits for the other ranks, which the watchdog does not blame it for.
+            name: A key of ACTIVITIES.
+            waiting: True if this phase waits for other ranks. Then the watchdog does not blame this
+                rank.
         """
         strategy = self.strategy
         if name != "fetch":
@@ -41,6 +43,6 @@ class StepPhases:
         strategy.clock.start()
         strategy.group.set_activity(ACTIVITIES[name].format(step), waiting)
         begin = time.perf_counter()
-        with torch.profiler.record_function(FETCH):
+        with torch.profiler.record_function(FETCH_EVENT):
             yield
         self.fetch_s = time.perf_counter() - begin

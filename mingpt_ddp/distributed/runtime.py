@@ -1,4 +1,4 @@
-"""The runtime of a rank: device, precision, process group, strategy."""
+"""The runtime of a rank: its device, precision, process group and strategy."""
 
 import copy
 import gc
@@ -36,9 +36,9 @@ class Runtime:
         """Join the process group of this attempt.
 
         Args:
-            job: index of the job in a sweep; every job has its own process group.
+            job: Index of the job in a sweep. Every job has its own process group.
         """
-        self.began_at = time.monotonic()  # to join
+        self.began_at = time.monotonic()  # when this rank began to join the process group
         self.ddp = config.ddp
         self.trainer = config.trainer
         check_strategy(config, env.world_size)
@@ -48,11 +48,12 @@ class Runtime:
         self.scaler = self._new_scaler()
         self.compiles = should_compile(config, self.device, env.world_size)
         set_up_device(self.device, config.trainer.deterministic)
-        self._threads = torch.get_num_threads()  # of this process, without this run
+        self._threads_before = torch.get_num_threads()  # `close` restores this number
         if threads := canonical_threads(config.ddp):
             torch.set_num_threads(threads)
         self.group = ProcessGroup(env, config.ddp, job)
-        Watchdog(self.group, ProcessExit(job)).start()  # before ranks wait for each other
+        # Start the watchdog before `connect`, which waits for other ranks.
+        Watchdog(self.group, ProcessExit(job)).start()
         self.group.connect(self.device, config.ddp)
         self.strategy = build_strategy(
             self.ddp, self.trainer, self.device, self.group, self.compiles
@@ -60,14 +61,15 @@ class Runtime:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of matrix products."""
+        """The data type of matrix products."""
         return DTYPES[self.precision]
 
     def resume_precision(self, config: Config, state: Any) -> None:
-        """Compute in the precision in which a run began; call it before its model is built.
+        """Compute in the precision in which the run began. Call this before the model is built.
 
         Args:
-            state: of the snapshot that the run resumes from, untrusted; None without one.
+            state: The state.json of the snapshot that the run resumes from. It is untrusted. None
+                if there is no snapshot.
         """
         self.precision = precision_of_run(config, self.device, state)
 
@@ -76,14 +78,14 @@ class Runtime:
         return torch.amp.GradScaler(self.device.type, init_scale, enabled=is_enabled)
 
     def alone(self) -> "Runtime":
-        """Return the runtime of this rank by itself, for steps tried before the run.
+        """Return a runtime in which this rank trains alone, to try some steps before the run.
 
-        It has the same device and precision, and a loss scaler of its own; no call is a collective,
-        and nothing is compiled.
+        It has the same device and precision, but a loss scaler of its own. None of its calls is a
+        collective, and nothing is compiled.
         """
         alone = copy.copy(self)
         alone.ddp = for_one_rank(self.ddp)
-        alone.scaler = self._new_scaler(init_scale=1.0)  # its few steps must not overflow
+        alone.scaler = self._new_scaler(init_scale=1.0)  # the few steps must not overflow
         alone.compiles = False
         alone.group = ProcessGroup(DistEnv(), alone.ddp, job=0)
         alone.strategy = SingleStrategy(
@@ -92,13 +94,13 @@ class Runtime:
         return alone
 
     def close(self) -> None:
-        """Destroy the process group on all ranks together."""
+        """Destroy the process group. A collective."""
         self.group.close()
-        if torch.get_num_threads() != self._threads:
-            torch.set_num_threads(self._threads)
+        if torch.get_num_threads() != self._threads_before:
+            torch.set_num_threads(self._threads_before)
 
     def free_memory(self) -> None:
-        """Free what this job has allocated, for the next one in this process."""
+        """Free the memory of this job, so that the next job in this process can use it."""
         gc.collect()
         if self.compiles:
             torch.compiler.reset()
@@ -107,7 +109,10 @@ class Runtime:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def environment(self) -> dict[str, str | int]:
-        """Return what affects the last bits of a step, besides model and batch settings."""
+        """Describe the environment of the run: everything that affects the last bits of a step.
+
+        The settings of the model and of the batch are not included.
+        """
         environment: dict[str, str | int] = {
             "torch": torch.__version__,
             "device": device_name(self.device),
@@ -126,25 +131,25 @@ class Runtime:
         return environment | {"reduction": self.ddp.reduction}
 
     def now(self) -> float:
-        """Return the time in seconds, once the GPU has done what is queued on its stream.
+        """Wait until the GPU has finished the work that this thread has queued. Return the time.
 
-        The stream is that of this thread, not the one that copies a snapshot.
+        The time is in seconds. Copies of a snapshot run on another stream, and are not waited for.
         """
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         return time.perf_counter()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return a context in which matrix products are computed in `dtype`."""
+        """Return a context in which matrix products have the data type `dtype`."""
         if self.precision == "fp32":
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
 
     def to_device(self, batch: Any) -> Any:
-        """Copy the CPU tensors of a batch to the device, without waiting for a GPU.
+        """Copy the CPU tensors of a batch to the device, without waiting until a GPU has them.
 
         Args:
-            batch: tensors in tuples, lists and dicts.
+            batch: Tensors, which may be nested in tuples, lists and dicts.
         """
         if isinstance(batch, Tensor):
             if batch.device == self.device:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-LATEST = 50  # steps that a reading averages
+LATEST_STEPS = 50  # a reading averages at most this many of the latest steps
 
 
 class StepClock:
@@ -24,7 +24,7 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.micro_batches = 1  # number of this rank's micro-batches in a step
-        self._steps: deque[list[Any]] = deque(maxlen=LATEST)  # begin and end of each step
+        self._steps: deque[list[Any]] = deque(maxlen=LATEST_STEPS)  # begin and end of each step
 
     def attach(self, model: nn.Module, micro_batches: int) -> None:
         """Watch the backward passes of a model.

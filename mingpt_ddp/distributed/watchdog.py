@@ -1,8 +1,8 @@
-"""The watchdog: ranks write heartbeats to the store, in which rank zero looks for a hang.
+"""The watchdog: ranks write heartbeats to the store, and rank zero looks there for a hang.
 
-The other ranks look at rank zero alone, so that the store moves a constant number of bytes for each
-of them. The watchdog also ends a rank that is blocked outside of Python after another one has
-failed.
+The other ranks only read the heartbeat of rank zero, so that the store sends a constant number of
+bytes to each of them. The watchdog also ends a rank that is blocked outside of Python after another
+rank has failed.
 """
 
 import contextlib
@@ -32,9 +32,10 @@ from mingpt_ddp.torch_internals import clone_store
 log = logging.getLogger(__name__)
 
 HANG = "hang"  # key in the store: which rank hangs
-START_S = 120.0  # how long a rank may import, read and lock before its first batch
+# A rank may take this long for imports, reading and locking before its first batch.
+START_S = 120.0
 UNRESPONSIVE = "; its process does not respond"
-PERIOD_S = 0.25  # between two heartbeats
+PERIOD_S = 0.25  # time between two heartbeats
 NO_HEARTBEAT = {**FIRST_HEARTBEAT, "beat": 0.0}  # stands for a rank without a heartbeat so far
 # If the training thread makes no progress for this long after a failure of another rank, it is
 # blocked. Otherwise the agent's SIGTERM or an error of the collective would have ended it.
@@ -55,12 +56,12 @@ class HangDetector:
         """Return a message that names the rank that hangs, if any.
 
         Args:
-            heartbeats: Those that this rank looks at, by rank.
+            heartbeats: The heartbeats that this rank reads, by rank.
             now: Seconds by the clock of this rank.
         """
-        idle_s = {}  # since the training thread of each rank did something
-        silent_s = {}  # since the watchdog of each rank wrote a heartbeat
-        unresponsive = []  # stopped, or the node is down
+        idle_s = {}  # seconds since the training thread of each rank made progress
+        silent_s = {}  # seconds since the watchdog of each rank wrote a heartbeat
+        unresponsive = []  # ranks that are stopped, or whose node is down
         stragglers = []
         for rank, heartbeat in heartbeats.items():
             idle_s[rank] = self._unchanged_s(rank, heartbeat, "count", now)
@@ -108,11 +109,11 @@ class Watchdog:
     def __init__(self, group: ProcessGroup, exits: ProcessExit) -> None:
         self.group = group
         self.exits = exits
-        # earlier than the timeout of collectives, which would blame the waiting ranks
+        # Act before the timeout of collectives, which would blame the ranks that wait.
         self.limit_s = TIMEOUT_FRACTION * group.timeout_s
         self._training_thread = threading.get_ident()
         self._detector = HangDetector(self.limit_s, group.world_size)
-        self._are_written = False  # True if all heartbeats that this rank looks at are written
+        self._are_written = False  # True once all heartbeats that this rank reads exist
         # After a failure: the last heartbeat of this rank, and when it was first seen.
         self._unchanged_since: tuple[dict[str, Any], float] | None = None
 
@@ -138,13 +139,14 @@ class Watchdog:
     def _leave_if_blocked(self) -> None:
         """Exit if another rank has failed and the training thread cannot run a signal handler.
 
-        In a CUDA call or a collective that waits for the failed rank, it would wait for the SIGKILL
-        of its agent. A failure ends the attempt: only the snapshot that is being written counts.
+        In a CUDA call, or in a collective that waits for the failed rank, the thread would be
+        blocked until its agent sends SIGKILL. A failure ends the attempt anyway. Only a snapshot
+        that is being written may still be finished.
         """
         if not self._store.check([FIRST_FAILURE]):
             return
         now = time.monotonic()
-        heartbeat = self.group.heartbeat  # a new one at every change
+        heartbeat = self.group.heartbeat  # a new object after every change
         if self._unchanged_since is None or self._unchanged_since[0] is not heartbeat:
             self._unchanged_since = (heartbeat, now)
         if now - self._unchanged_since[1] < BLOCKED_S or self.group.is_writing:
@@ -157,7 +159,7 @@ class Watchdog:
         exit_process(None, USER_ERROR if failure.is_final else FAILURE)
 
     def _log_stack(self, what: str) -> None:
-        """Log where the training thread is."""
+        """Log the call stack of the training thread."""
         frame = sys._current_frames().get(self._training_thread)
         stack = "".join(traceback.format_stack(frame)) if frame else "the thread has ended"
         log.error("rank %d %s:\n%s", self.group.rank, what, stack, extra={"file_only": True})
@@ -171,7 +173,7 @@ class Watchdog:
         self._exit_for(self._store.get(HANG).decode())
 
     def _read_heartbeats(self) -> dict[int, dict[str, Any]]:
-        """Return the heartbeats that this rank looks at, by rank."""
+        """Return the heartbeats that this rank reads, by rank."""
         ranks = range(self.group.world_size) if self.group.is_rank_zero else range(1)
         keys = [f"heartbeat/{rank}" for rank in ranks]
         self._are_written = self._are_written or self._store.check(keys)

@@ -1,4 +1,4 @@
-"""The memory and link rates of GPUs to plan for, from the data sheets."""
+"""Memory sizes and link rates of the GPUs that a plan may name, from the vendor's data sheets."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -13,18 +13,18 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class GPU:
-    """One GPU, and its link to the others of its node."""
+    """One model of GPU, and the rate of its link to the other GPUs of a node."""
 
     name: str  # as CUDA reports it
-    memory: int  # bytes that CUDA reports, rounded down to GiB
-    link: float  # bytes/s that it sends while it receives as much
+    memory: int  # bytes that CUDA reports, rounded down to whole GiB
+    # Bytes per second that the GPU can send while it receives at the same rate.
+    link: float
 
 
 # Sources: NVIDIA's data sheets of H100, H200, HGX B200, A100 and L40S, and its white paper on Ada
 # (RTX 4090). CUDA reports less memory than the data sheets (for L40S because of error correction).
-# A link is half of the rate of NVLink, or of PCIe 4.0 with 16 lanes, because the sheets add up both
-# directions.
-# Matrix-product rates are in mfu.py.
+# Data sheets add up both directions of NVLink, or of PCIe 4.0 with 16 lanes; we list half of that.
+# The rates of matrix products are in mfu.py.
 GPUS = {
     "a100-40gb": GPU("NVIDIA A100-SXM4-40GB", 39 * GIB, 300 * GB),
     "a100-80gb": GPU("NVIDIA A100-SXM4-80GB", 79 * GIB, 300 * GB),
@@ -38,11 +38,11 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """The GPUs to plan for."""
+    """The GPUs that a plan is made for, and the network between their nodes."""
 
     device: str  # a key of GPUS
     nodes: Annotated[int, Field(ge=1, le=100_000)] = 1
-    # Rate at which a node sends, over all its adapters together.
+    # Rate at which one node can send, over all its network adapters together.
     network_gbps: Annotated[float, Field(ge=1e-3, le=1e9)] = 400.0
 
     def __post_init__(self) -> None:

@@ -22,8 +22,8 @@ METRICS = "metrics.jsonl"
 MAX_BYTES = 1 << 28  # size limit of the file, enough for a million lines
 MAX_VALUE = 1e300  # a line with a larger number is not a record
 NUMBER_TYPES = {int, float}
-# The keys of a record, by the tag of the metric.
-KEYS = {
+# The key of a metric in a record, by its TensorBoard tag.
+KEY_BY_TAG = {
     "train/loss": "train_loss",
     "train/lr": "lr",
     "train/grad_norm": "grad_norm",
@@ -35,25 +35,25 @@ KEYS = {
     "train/epoch": "epoch",
     "memory/peak_mib": "peak_mib",
 }
-# Prefixes of tags whose rest a task or model chooses, as in val/accuracy.
-EVALUATIONS = ("val/", "test/", "train/")
-TAGS = {key: tag for tag, key in KEYS.items()}
+# After these prefixes, a task or a model may choose the rest of the tag, as in val/accuracy.
+OPEN_PREFIXES = ("val/", "test/", "train/")
+TAG_BY_KEY = {key: tag for tag, key in KEY_BY_TAG.items()}
 
 
 def own_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """Return the metrics that a task or a model has measured in training, by name."""
+    """Pick the training metrics that a task or a model has added. Return them by name."""
     by_name = {}
     for tag, value in metrics.items():
-        if tag.startswith("train/") and tag not in KEYS and not tag.startswith("train/loss_"):
+        if tag.startswith("train/") and tag not in KEY_BY_TAG and not tag.startswith("train/loss_"):
             by_name[tag.removeprefix("train/")] = value
     return by_name
 
 
 def to_record(step: int, metrics: dict[str, float]) -> Record:
-    """Return the record for metrics by tag. A value that is not finite becomes null."""
-    values = {key: metrics[tag] for tag, key in KEYS.items() if tag in metrics}
+    """Convert metrics by tag to the record of a step. A value that is not finite becomes null."""
+    values = {key: metrics[tag] for tag, key in KEY_BY_TAG.items() if tag in metrics}
     for tag, value in metrics.items():
-        if tag not in KEYS and tag.startswith(EVALUATIONS):
+        if tag not in KEY_BY_TAG and tag.startswith(OPEN_PREFIXES):
             values[tag.replace("/", "_")] = value
     record: Record = {"step": step}
     for key, value in values.items():
@@ -62,24 +62,25 @@ def to_record(step: int, metrics: dict[str, float]) -> Record:
 
 
 def to_metrics(record: Record) -> dict[str, float]:
-    """Return the finite metrics of a record by tag."""
+    """Convert a record to metrics by tag. Values that are not finite (null) are left out."""
     metrics = {}
     for key, value in record.items():
-        tag = TAGS.get(key) or _tag_of_evaluation(key)
+        tag = TAG_BY_KEY.get(key) or _open_tag(key)
         if tag is not None and value is not None:
             metrics[tag] = value
     return metrics
 
 
-def _tag_of_evaluation(key: str) -> str | None:
-    for prefix in EVALUATIONS:
+def _open_tag(key: str) -> str | None:
+    """Return the tag of a key such as val_accuracy, or None if the key has no open prefix."""
+    for prefix in OPEN_PREFIXES:
         if key.startswith(prefix.replace("/", "_")):
             return prefix + key[len(prefix) :]
     return None
 
 
 class JSONLLogger:
-    """Append whole lines to a file. If a write fails, lines are lost and training continues."""
+    """Append records to metrics.jsonl. If a write fails, its line is lost and training goes on."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -112,49 +113,50 @@ class JSONLLogger:
 
 @dataclass(frozen=True)
 class HistoryEnd:
-    """The end of the measurements of a run."""
+    """The last measurements of a run, and how far it got."""
 
-    step: int | None = None  # the last step that counts
+    step: int | None = None  # the last step with a measurement that counts
     metrics: dict[str, float] = field(default_factory=dict)  # finite metrics of that step, by tag
-    is_complete: bool = False  # the last attempt has reached the end
+    is_complete: bool = False  # True if the last attempt has reached the end of the run
     reached: int = 0  # the highest step that any attempt has logged
-    first_start: float | None = None  # when the first attempt began to train, Unix time in seconds
+    first_start: float | None = None  # Unix time in seconds at which the first attempt began
 
 
 @dataclass(frozen=True)
 class MetricsHistory:
     """The measurements of a run that led to its last step.
 
-    Measurements of steps that a restart or a rollback has repeated do not count.
+    A restart or a rollback repeats steps. Only the last measurements of such a step count.
     """
 
-    # The records with a measurement, by step. None is a value that is not finite.
+    # The records with measurements, in the order of their steps. None stands for a value that is
+    # not finite.
     rows: list[Record] = field(default_factory=list)
-    attempts: list[Record] = field(default_factory=list)  # the record of the start of each
-    faults: int = 0  # attempts that ended early and were followed by another
+    attempts: list[Record] = field(default_factory=list)  # the `start` record of each attempt
+    faults: int = 0  # number of attempts that ended early and were followed by another attempt
     rollbacks: int = 0
-    is_complete: bool = False  # the last attempt has reached the end
+    is_complete: bool = False  # True if the last attempt has reached the end of the run
     reached: int = 0  # the highest step that any attempt has logged
 
     @property
     def starts(self) -> int:
-        """The number of attempts."""
+        """Number of attempts."""
         return len(self.attempts)
 
     @property
     def began(self) -> float:
-        """When the first attempt began, in seconds since 1970; infinity if that is unknown."""
+        """Unix time in seconds at which the first attempt began. Infinity if it is not known."""
         times = (record["start"] for record in self.attempts)
         return min((time for time in times if time is not None), default=math.inf)
 
     @property
     def columns(self) -> list[str]:
-        """The names of all values, in the order in which they appear."""
+        """Names of all measured values, in the order in which they first appear."""
         return [*dict.fromkeys(key for row in self.rows for key in row if key != "step")]
 
     @property
     def last_step(self) -> int | None:
-        """The last step with a measurement."""
+        """The last step with a measurement, or None if there is no measurement."""
         return self.rows[-1]["step"] if self.rows else None
 
     @property
@@ -164,15 +166,15 @@ class MetricsHistory:
         return next(losses, 0.0) is None
 
     def values(self, key: str) -> list[float]:
-        """Return the finite values of a key, by step."""
+        """Return the finite values of a key, in the order of their steps."""
         return [value for _, value in self.series(key)]
 
     def series(self, key: str) -> list[tuple[int, float]]:
-        """Return (step, value) of all records that have a finite value."""
+        """Return a pair (step, value) for each record with a finite value of this key."""
         return [(row["step"], row[key]) for row in self.rows if row.get(key) is not None]
 
     def by_step(self) -> dict[int, Record]:
-        """Return one record for each step, with the values of all its records."""
+        """Merge all records of a step into one. Return the merged records by step."""
         records: dict[int, Record] = {}
         for row in self.rows:
             records[row["step"]] = records.get(row["step"], {}) | row
@@ -180,7 +182,7 @@ class MetricsHistory:
 
     @property
     def end(self) -> HistoryEnd:
-        """The end of the history, without its rows."""
+        """The last step of the history with its metrics, without the other rows."""
         last: Record = {}
         for row in self.rows:
             if row["step"] == self.last_step:
@@ -192,20 +194,20 @@ class MetricsHistory:
 
 
 def read_history(path: Path) -> MetricsHistory:
-    """Read a `metrics.jsonl`.
+    """Read the history of a run from its `metrics.jsonl`.
 
-    Drop records beyond the step of a following `start` or `rollback`. A kill may leave a partial
-    line, so a damaged line at the end or before a `start` is dropped, too.
+    A `start` or a `rollback` drops the earlier records of the steps that it repeats. A kill may
+    leave a partial line, so a damaged line at the end of the file or before a `start` is dropped.
 
     Raises:
-        DataError: Any other line is not a record. The message names its number.
+        DataError: Any other line is not a record. The message has the line's number.
         OSError: The file cannot be read, is not a regular file, or exceeds a limit.
     """
     rows: list[Record] = []
     attempts: list[Record] = []
     faults = rollbacks = reached = 0
     is_complete = False
-    damaged = 0  # number of the line before, if it is not a record
+    damaged = 0  # number of the previous line if that line is not a record, else 0
     for number, line in enumerate(read_lines(path, MAX_BYTES), start=1):
         record = parse_record(line)
         if damaged and not (record and "start" in record):
@@ -213,7 +215,7 @@ def read_history(path: Path) -> MetricsHistory:
         damaged = 0 if record else number
         if not record:
             continue
-        # A start or a rollback repeats the steps after its own.
+        # The steps after the step of a start or a rollback are trained again.
         while rows and rows[-1]["step"] > record["step"]:
             rows.pop()
         if "start" in record:
@@ -231,7 +233,7 @@ def read_history(path: Path) -> MetricsHistory:
 
 
 def read_end(path: Path) -> HistoryEnd | None:
-    """Read how a `metrics.jsonl` ends. Return None if there is no such file, or it is damaged."""
+    """Read the end of a `metrics.jsonl`. Return None if the file is missing or damaged."""
     try:
         return read_history(path).end
     except (OSError, DataError):
@@ -239,7 +241,7 @@ def read_end(path: Path) -> HistoryEnd | None:
 
 
 def parse_record(line: bytes) -> Record | None:
-    """Return a record, which is an object with a step and numbers, or None for anything else."""
+    """Parse a line. Return None if it is not an object with a step and numbers."""
     try:
         record = from_json(line, allow_inf_nan=False)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Average metrics over training steps, and measure their speed."""
+"""Average metrics over training steps, and measure how fast the steps are."""
 
 import time
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from mingpt_ddp.tasks.outputs import COUNT, SUM
 
 @dataclass
 class Pause:
-    """A pause in the training, whose time does not count for the speed."""
+    """A pause in the training. Its time does not count when the speed is measured."""
 
     seconds: float = 0.0  # set when the pause ends
 
@@ -25,13 +25,14 @@ class Pause:
 class Meter:
     """Accumulate losses and times without waiting for the device.
 
-    Only `read`, `state`, `paused` and a `clock` that waits synchronize.
+    Only `read`, `state`, `paused` and `clock(waits=True)` wait for the device.
     """
 
     def __init__(self, runtime: Runtime, items_per_step: int, unit: str) -> None:
         """
         Args:
-            unit: Name of an item in metrics, such as `tokens`.
+            items_per_step: Tokens or samples that all ranks train in one step.
+            unit: Name of these items in the tags of metrics, such as `tokens`.
         """
         self.runtime = runtime
         self.items_per_step = items_per_step
@@ -52,8 +53,10 @@ class Meter:
         """Add one step.
 
         Args:
-            losses: This rank's shares by name. Over all ranks they add up to the step's mean losses
-                and to the sums and counts of metrics.
+            losses: This rank's shares of the losses and metrics, by name. Added up over all ranks,
+                they are the step's mean losses, and the sums and counts of its metrics.
+            grad_norm: Gradient norm of the step, before clipping.
+            data_time_s: Seconds that the step has waited for data.
         """
         for name, loss in losses.items():
             if name in self._sums:
@@ -67,10 +70,10 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[Pause]:
-        """Exclude the time in this context, because it is not spent on steps.
+        """Exclude the time in this context from the speed, because it is not spent on steps.
 
-        The pause begins when a GPU has done the steps that were queued before, and ends when it has
-        done the work that the context has queued. Pauses may be nested.
+        The pause begins once the GPU has done the steps that were queued before the context. It
+        ends once the GPU has done the work that was queued in the context. Pauses may be nested.
         """
         pause = Pause()
         since = self._since
@@ -82,18 +85,18 @@ class Meter:
         self._paused_s = paused_s + pause.seconds
 
     def clock(self, waits: bool) -> float:
-        """Return the seconds of a clock that stops in pauses.
+        """Read a clock that stops in pauses. Return its seconds.
 
         Args:
-            waits: Wait until a GPU has done all queued work.
+            waits: Wait until the GPU has done all queued work before reading the clock.
         """
         now = self.runtime.now() if waits else time.perf_counter()
         return now - self._paused_s
 
     def read(self) -> dict[str, float]:
-        """Return the metrics since the last reading by tag, and reset. A collective.
+        """Return the metrics of the steps since the last call by tag, and reset. A collective.
 
-        Without any step, return {}.
+        Return {} if there was no step.
         """
         sums, steps = self.state()
         if steps == 0:
@@ -112,7 +115,7 @@ class Meter:
         return metrics
 
     def state(self) -> tuple[dict[str, float], int]:
-        """Return the sums over all ranks since the last reading, and the number of steps.
+        """Return the sums over all ranks since the last `read`, and the number of steps.
 
         A collective.
         """
@@ -126,9 +129,10 @@ class Meter:
         return dict(zip(names, totals.tolist(), strict=True)), self._steps
 
     def load_state(self, sums: dict[str, float], steps: int) -> None:
-        """Restore an interval.
+        """Restore the sums and the number of steps that `state` has returned.
 
-        Rank zero holds the whole sums, so that `state` returns them bit for bit.
+        Rank zero takes the whole sums and the other ranks zeros, so that `state` returns the same
+        sums bit for bit.
         """
         zeros = dict.fromkeys(sums, 0.0)
         sums_of_rank = self.runtime.group.env.call_on_rank_zero(lambda: sums) or zeros
@@ -139,7 +143,7 @@ class Meter:
 
 
 def means(sums: dict[str, float], steps: int) -> dict[str, float]:
-    """Return the mean losses and metrics of an interval by tag, from the sums over its steps."""
+    """Divide the sums of several steps. Return the mean losses and metrics by tag."""
     metrics = {}
     for name, total in sums.items():
         if name.startswith(SUM):

@@ -1,4 +1,4 @@
-"""Model FLOPs utilization (MFU): the model's FLOP/s over the peak in the GPU's data sheet."""
+"""Model FLOPs utilization (MFU): the model's FLOP/s divided by the peak in the data sheet."""
 
 import re
 
@@ -8,12 +8,13 @@ from torch import nn
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.models import flops_per_token
 
-# TFLOP/s without sparsity in 16 bits, in TF32 and in fp32, by the name that CUDA reports. Sources:
-# NVIDIA's data sheets of V100, T4, A100, A800, A10, A10G, L4, L40, L40S, H100, H100 NVL, H200,
-# GH200, H20, HGX B200, HGX B300 and GB200 NVL72 (a GPU of it), and its white papers on GA102 (RTX
-# 3090), Ada (RTX 4090) and RTX Blackwell (RTX 5090). A800 and H800 are A100 and H100 with slower
-# NVLink. If a sheet has only rates with sparsity, we take half of them. For GeForce we take the
-# rates with fp32 accumulation. None if the GPU has neither TF32 nor bf16.
+# TFLOP/s without sparsity in 16 bits, in TF32 and in fp32. A key matches the name of a GPU as CUDA
+# reports it, without "NVIDIA". The rate in TF32 is None if the GPU has neither TF32 nor bf16.
+# Sources: NVIDIA's data sheets of V100, T4, A100, A800, A10, A10G, L4, L40, L40S, H100, H100 NVL,
+# H200, GH200, H20, HGX B200, HGX B300 and GB200 NVL72 (one GPU of it), and its white papers on
+# GA102 (RTX 3090), Ada (RTX 4090) and RTX Blackwell (RTX 5090). A800 and H800 are A100 and H100
+# with slower NVLink. If a sheet has only rates with sparsity, we take half of them. For GeForce we
+# take the rates with fp32 accumulation.
 PEAK_TFLOPS: dict[str, tuple[float, float | None, float]] = {
     r"V100-SXM[23]-(16|32)GB": (125, None, 15.7),
     r"V100-PCIE-(16|32)GB": (112, None, 14),
@@ -37,14 +38,22 @@ PEAK_TFLOPS: dict[str, tuple[float, float | None, float]] = {
 
 
 def vendor_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the vendor's FLOP/s for this type, or None for a CPU or an unlisted GPU."""
+    """Look up the device's peak FLOP/s in this type. Return None for a CPU or an unlisted GPU."""
     if device.type != "cuda":
         return None
     return peak_flops_of(torch.cuda.get_device_name(device), dtype)
 
 
 def peak_flops_of(name: str, dtype: torch.dtype) -> float | None:
-    """Return the vendor's FLOP/s of the GPU that CUDA reports by this name, or None if unlisted."""
+    """Look up the peak FLOP/s of a GPU in the vendor's data sheet.
+
+    Args:
+        name: Name of the GPU as CUDA reports it.
+        dtype: Type of the matrix products.
+
+    Returns:
+        None if the GPU is not listed, or cannot compute in this type.
+    """
     name = re.sub(r"^(NVIDIA |Tesla |GeForce )*", "", name)
     for pattern, (half, tf32, fp32) in PEAK_TFLOPS.items():
         if not re.fullmatch(pattern, name):
@@ -60,21 +69,21 @@ def peak_flops_of(name: str, dtype: torch.dtype) -> float | None:
 
 
 class Utilization:
-    """MFU: the model's FLOP/s on one device, as a share of the rate in the vendor's data sheet."""
+    """Compute the MFU of a run from its tokens per second."""
 
     def __init__(self, runtime: Runtime, model: nn.Module) -> None:
         """
         Args:
-            model: Not wrapped. Nothing is reported if it has no `flops_per_token()`.
+            model: The model, not wrapped. There is no MFU if it has no `flops_per_token()`.
         """
         flops = flops_per_token(model)
         peak = vendor_peak_flops(runtime.device, runtime.dtype)
-        self._peak_tokens_per_s: float | None = None  # over all ranks
+        self._peak_tokens_per_s: float | None = None  # of all ranks together, at full utilization
         if flops is not None and peak is not None:
             self._peak_tokens_per_s = peak * runtime.group.world_size / flops
 
     def metrics(self, tokens_per_s: float) -> dict[str, float]:
-        """Return `speed/mfu` for a listed GPU.
+        """Return the metric `speed/mfu`, or {} if the GPU is not listed.
 
         Args:
             tokens_per_s: Tokens per second over all ranks.

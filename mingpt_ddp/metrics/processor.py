@@ -28,13 +28,17 @@ log = logging.getLogger(__name__)
 
 Logger: TypeAlias = TensorBoardLogger | JSONLLogger
 SPLITS = {"val": "validation", "test": "test"}
-CONSOLE_LINES = 30
+CONSOLE_LINES = 30  # number of log lines that the console shows before it thins them out
 
 
 def is_on_console(line: int) -> bool:
-    """Return True if the console shows the log line with this number in its attempt.
+    """Return True if the console shows this log line.
 
-    It shows the first 30, each tenth of the first 300, each hundredth of the first 3,000 and so on.
+    It shows the first 30 lines, each tenth of the first 300, each hundredth of the first 3,000 and
+    so on. The file shows all.
+
+    Args:
+        line: Number of the line in its attempt, from 1.
     """
     interval = 1
     while line > CONSOLE_LINES * interval:
@@ -43,7 +47,7 @@ def is_on_console(line: int) -> bool:
 
 
 class MetricsProcessor:
-    """Collect metrics as dicts by tag and pass them to the loggers.
+    """Collect the metrics of a run and pass them to the loggers, as dicts by tag.
 
     docs/logs.md documents the tags.
     """
@@ -62,7 +66,7 @@ class MetricsProcessor:
         Args:
             model: The model, not wrapped. MFU is logged if it has `flops_per_token()`.
             start: Number of steps done so far.
-            times: Times of the start of this attempt.
+            times: Times of the stages with which this attempt started.
             directory: The run directory.
         """
         self.runtime = runtime
@@ -86,32 +90,32 @@ class MetricsProcessor:
         self._is_set_up = False
         self._times = times
         self._is_first = True
-        self._reached = 0  # last step that an earlier attempt has logged
+        self._reached = 0  # the highest step that an earlier attempt has logged
         for logger in self.loggers:
             logger.start(start, runtime.group.world_size)
         env.call_on_rank_zero(lambda: drop_samples_after(directory, start))
 
     def resume(self, senders: list[Sender], end: HistoryEnd | None) -> None:
-        """Go on after what the attempts before have logged.
+        """Continue the logs of earlier attempts.
 
         Args:
-            senders: one for each tracker, on rank zero.
-            end: The end of metrics.jsonl, on rank zero.
+            senders: One sender for each tracker, on rank zero.
+            end: The end of metrics.jsonl, on rank zero. None if the file is missing or damaged.
         """
         self.senders = senders
         if end is not None:
             self._reached = end.reached
 
     def commit(self, step: int | None) -> None:
-        """Send the steps before `step` to the trackers. `step` has a committed snapshot."""
+        """Send the steps before `step`, which has a committed snapshot, to the trackers."""
         for sender in self.senders:
             sender.commit(step or 0)
 
     def step_done(self, step: int, last: int | None) -> None:
-        """Show that a step is done.
+        """Show on the progress line that a step is done.
 
         Args:
-            last: Last step of the run, if it is known.
+            last: Last step of the run. None if it is not known.
         """
         if self._is_first:
             self._is_first = False
@@ -126,7 +130,7 @@ class MetricsProcessor:
             self._reached = 0
 
     def _set_up(self) -> None:
-        """Open TensorBoard. Called after the first step, so that it does not delay the step."""
+        """Open TensorBoard. Called after the first step, so that it does not delay that step."""
         if self._is_set_up:
             return
         with self.meter.paused():
@@ -147,28 +151,28 @@ class MetricsProcessor:
     def log(
         self,
         step: int,
-        of_rank: Mapping[str, float] = MappingProxyType({}),
-        of_run: Mapping[str, float] = MappingProxyType({}),
+        rank_values: Mapping[str, float] = MappingProxyType({}),
+        run_values: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """Pass values by tag to the loggers. Nothing is averaged here: see docs/logs.md.
+        """Pass values by tag to the loggers. They are not averaged over ranks here.
 
         Args:
-            of_rank: Values of this rank. Every rank logs its own.
-            of_run: Values of the whole run, which rank zero alone logs.
+            rank_values: Values of this rank. Every rank logs its own.
+            run_values: Values of the whole run, which only rank zero logs.
         """
         self._set_up()
-        run_values = self.runtime.group.env.call_on_rank_zero(lambda: of_run) or {}
-        if values := {**of_rank, **run_values}:
+        shared = self.runtime.group.env.call_on_rank_zero(lambda: run_values) or {}
+        if values := {**rank_values, **shared}:
             for logger in self.loggers:
                 logger.log(step, values)
 
     def log_train(
         self, step: int, last: int | None, model: nn.Module, lr: float, goodput: float
     ) -> dict[str, float]:
-        """Log the steps since the last call. A collective.
+        """Log the averages of the steps since the last call. A collective.
 
         Args:
-            last: Last step of the run, if it is known.
+            last: Last step of the run. None if it is not known.
             model: The model, wrapped for training.
             goodput: Goodput of the whole run, which rank zero logs.
 
@@ -191,7 +195,7 @@ class MetricsProcessor:
         return metrics
 
     def _log_line(self, step: int, last: int | None, metrics: dict[str, float]) -> None:
-        """Log the main metrics in one line, only to the file if the progress line shows them."""
+        """Log the main metrics in one line: only to the file if the progress line shows them."""
         unit = self.task.unit
         brief = f"loss {metrics['train/loss']:.4f}, {metrics[f'speed/{unit}_per_s']:,.0f} {unit}/s"
         if "speed/mfu" in metrics:
@@ -222,14 +226,15 @@ class MetricsProcessor:
         )
 
     def log_evaluation(self, step: int, split: str, metrics: dict[str, float]) -> None:
-        """Log the task's metrics of a split, `val` or `test`."""
-        self.log(step, of_run={f"{split}/{name}": value for name, value in metrics.items()})
+        """Log the metrics that the task has measured on a split, `val` or `test`."""
+        self.log(step, run_values={f"{split}/{name}": value for name, value in metrics.items()})
         log.info("step %d: %s %s", step, SPLITS[split], self.task.describe(metrics))
 
     def log_sample(self, step: int, text: str | None) -> None:
         """Log a generated text. Ranks that did not generate it pass None.
 
-        A job of a named sweep logs it only to the file: ten lines would hide the other jobs.
+        In a named sweep the text goes only to the job's file. On the console, its lines would hide
+        the other jobs.
         """
         if text is not None:
             self.tensorboard.log_text(step, "sample", text)
@@ -239,7 +244,7 @@ class MetricsProcessor:
             log.info("step %d, a sample:\n%s\n", step, text, extra=extra)
 
     def complete(self, step: int) -> None:
-        """Log that the run is complete, or pruned, at `step`."""
+        """Log that the run ends with `step`, because it is complete or was pruned."""
         env = self.runtime.group.env
         for logger in env.call_on_rank_zero(lambda: self.loggers) or []:
             logger.complete(step, self.task.config)

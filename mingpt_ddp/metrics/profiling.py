@@ -1,4 +1,4 @@
-"""Profile some steps: a trace per rank for Perfetto, and a table in the log of rank zero."""
+"""Profile some steps. Each rank writes a trace for Perfetto, and rank zero logs a table."""
 
 import logging
 import warnings
@@ -15,13 +15,13 @@ from mingpt_ddp.distributed.runtime import Runtime
 log = logging.getLogger(__name__)
 
 Paused: TypeAlias = Callable[[], AbstractContextManager[object]]
-TOP = 10  # number of rows of the table
-LONGEST = 44  # characters of an operator's name in the table
-DIRECTORY = "profile"  # in the run directory
+TABLE_ROWS = 10
+NAME_WIDTH = 44  # longest name of an operator in the table, in characters
+DIRECTORY = "profile"  # name of the traces' directory, which is in the run directory
 
 
 class Profiler:
-    """Profile the steps of trainer.profile. No number of the run depends on it."""
+    """Profile the steps that trainer.profile names. The profile does not change any result."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Profiler:
             directory: The run directory.
             profile: First and last step to profile (trainer.profile).
             steps: range(steps done so far, steps of the whole run).
-            paused: Context for work that is not part of a step, which excludes its time.
+            paused: Opens a context for work that is not part of a step (`Meter.paused`).
         """
         self.runtime = runtime
         self._paused = paused
@@ -64,19 +64,19 @@ class Profiler:
         self._profile.start()
 
     def step(self) -> None:
-        """Begin a step. The profiler records the first step to profile up to the last one."""
+        """Tell the profiler that a step begins, so that it records the steps to profile."""
         if self._profile is not None:
             with torch_internals.without_profiler_marks():
                 self._profile.step()
 
     def close(self) -> None:
-        """End the profile if the run ends within its steps."""
+        """End the profile if the run ends before the last step to profile."""
         if self._profile is not None:
             with torch_internals.without_profiler_marks():
                 self._profile.stop()
 
     def _write(self, profile: torch.profiler.profile) -> None:
-        """Write the trace of this rank. Rank zero logs which operators took the time."""
+        """Write the trace of this rank. Rank zero logs the operators that took most time."""
         self._profile = None
         group = self.runtime.group
         path = self._directory / f"rank{group.rank}.json.gz"
@@ -88,7 +88,7 @@ class Profiler:
             except (OSError, RuntimeError) as error:
                 log.warning("cannot write %s, training continues without it: %s", path, error)
             table = profile.key_averages().table(
-                f"self_{kind}_time_total", row_limit=TOP, max_name_column_width=LONGEST
+                f"self_{kind}_time_total", row_limit=TABLE_ROWS, max_name_column_width=NAME_WIDTH
             )
             trace = f"the trace is {path}, one per rank; open it in https://ui.perfetto.dev"
             group.env.call_on_rank_zero(lambda: log.info("profile:\n%s%s", table, trace))
@@ -96,7 +96,9 @@ class Profiler:
 
 @contextmanager
 def snapshot_when_out_of_memory(directory: Path, rank: int) -> Iterator[None]:
-    """If an allocation fails in this context, write a file that shows what fills the GPU.
+    """Write a memory snapshot if the GPU runs out of memory in this context.
+
+    https://pytorch.org/memory_viz then shows what fills the GPU.
 
     Args:
         directory: The run directory.
@@ -104,7 +106,7 @@ def snapshot_when_out_of_memory(directory: Path, rank: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # The error comes as it is, or as the cause of a ConfigError.
+        # The error may be the cause of a ConfigError.
         if not isinstance(error.__cause__ or error, torch.OutOfMemoryError):
             raise
         path = directory / DIRECTORY / f"rank{rank}.memory.pickle"

@@ -1,4 +1,4 @@
-"""Write and read generated texts: `samples.jsonl` has a line for each.
+"""Write and read the generated texts of a run: `samples.jsonl` has a line for each text.
 
 A line is `{"step": 50, "text": "..."}`.
 """
@@ -16,13 +16,13 @@ MAX_BYTES = 1 << 28  # size limit of the file
 
 
 def append_sample(directory: Path, step: int, text: str) -> None:
-    """Append a text. If the disk is full, the text is lost and training continues."""
+    """Append a generated text. If the disk is full, the text is lost and training continues."""
     with contextlib.suppress(OSError):
         append_line(directory / SAMPLES, _line(step, text), MAX_BYTES)
 
 
 def drop_samples_after(directory: Path, step: int) -> None:
-    """Delete the texts of later steps, which a resumed run trains again."""
+    """Delete the texts of the steps after `step`, because the run trains these steps again."""
     with contextlib.suppress(OSError):
         samples = list(read_samples(directory))
         kept = [_line(at, text) for at, text in samples if at <= step]
@@ -31,7 +31,7 @@ def drop_samples_after(directory: Path, step: int) -> None:
 
 
 def read_samples(directory: Path) -> Iterator[tuple[int, str]]:
-    """Yield step and text of each sample. Skip lines that a kill has cut off.
+    """Yield the step and the text of each sample. Skip lines that a kill has cut off.
 
     Raises:
         OSError: The file cannot be read, is not a regular file, or exceeds a limit.

@@ -1,30 +1,35 @@
-"""How long the stages of a start take, for the log. All times are in seconds."""
+"""Measure how long each stage of a start takes, for the log. All times are in seconds."""
 
 import time
 
 
 class StartTimes:
-    """When the stages of this attempt's start were done, by time.monotonic()."""
+    """Record when each stage of this attempt's start was done, by time.monotonic()."""
 
     def __init__(self, began_at: float) -> None:
         """
         Args:
-            began_at: when the attempt began: its launcher noticed the end of the last one.
+            began_at: Time at which the attempt began. After a failure, this is when the launcher
+                noticed the end of the previous attempt.
         """
         self.began_at = began_at
         self._ends: list[tuple[str, float]] = []
 
     @property
     def elapsed(self) -> float:
-        """The seconds since the attempt began."""
+        """Seconds since the attempt began."""
         return time.monotonic() - self.began_at
 
     def done(self, stage: str, at: float | None = None) -> None:
-        """Record the end of a stage, now or at another time; the next one begins there."""
+        """Record that a stage has ended. The next stage begins at the same time.
+
+        Args:
+            at: Time at which the stage ended. None for now.
+        """
         self._ends.append((stage, time.monotonic() if at is None else at))
 
     def describe(self) -> str:
-        """Return the stages in order, each with its seconds."""
+        """List the stages in order, each with its seconds."""
         parts = []
         since = self.began_at
         for stage, end in self._ends:

@@ -8,15 +8,17 @@ from mingpt_ddp.distributed.group.process_group import ProcessGroup
 
 
 def slowest_rank(group: ProcessGroup, work_ms: float, micro_batches: int) -> dict[str, float]:
-    """Return the slowest rank and its ratio to the median of the others, as metrics. A collective.
+    """Compare the slowest rank with the median of the others. A collective.
 
     Args:
-        work_ms: Work of this rank per step, without waiting for others. 0 if it is not measured.
-        micro_batches: Number of this rank's micro-batches per step. Ranks may have one more than
-            others, which does not make them slow.
+        work_ms: Milliseconds that this rank works per step, without waiting for other ranks. 0 if
+            they were not measured.
+        micro_batches: Number of this rank's micro-batches per step. A rank may have one more than
+            others, which does not make it slow.
 
     Returns:
-        Nothing for a single rank, or if the work was not measured.
+        Two metrics by tag: the slowest rank, and its work divided by the median work of the others.
+        Empty for a single rank, or if the work was not measured.
     """
     if group.world_size == 1:
         return {}

@@ -1,13 +1,13 @@
-"""Text in columns."""
+"""Lay out text in columns."""
 
 from collections.abc import Container, Sequence
 
 
 def table_lines(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> list[str]:
-    """Return a line for each row, with columns as wide as their longest cells.
+    """Format a table. Return a line for each row, with columns as wide as their longest cells.
 
     Args:
-        left: the numbers of the columns that are aligned to the left.
+        left: Numbers of the columns that are aligned to the left, from 0.
     """
     columns = []
     for number, column in enumerate(zip(*rows, strict=True)):

@@ -1,21 +1,25 @@
 """The snapshot format: its files, their names, and the manifest that commits them.
 
-A snapshot is a directory `step_00001000` of
+A snapshot is a directory, for example `step_00001000`, with these files:
 
     model.safetensors      parameters and buffers        (state_dict.py)
     optimizer.safetensors  the optimizer's state         (state_dict.py)
     ema.safetensors        the average of the weights and the buffers, if trainer.ema is set
-    hooks.safetensors      the state of the user's hooks, if some have state; never sharded
+    hooks.safetensors      the state of the user's hooks, if a hook has state; never sharded
     state.json             the train state, configuration, vocabulary   (training/train_state.py)
     manifest.json          size and SHA-256 of the other files, and its own SHA-256; written last
 
-If several ranks write, each writes some of the files. Large snapshots are sharded over files
-model-00001-of-00002.safetensors and so on, whole or in pieces of rows (tensor_index.py). Without a
-valid manifest the snapshot does not exist.
-Nothing in it can run code: tensors are safetensors, the rest is JSON. Untrusted snapshots are safe
-to read: names are validated, and sizes are known before anything is read.
+If several ranks write, each rank writes some of the files. A large snapshot is split over several
+files, such as model-00001-of-00002.safetensors. These shards hold whole tensors, or pieces of
+tensors with some of their rows (tensor_index.py). Without a valid manifest, the snapshot does not
+exist.
 
-Files, fields and tensors keep their names. Later versions may add some, which this one ignores.
+Nothing in a snapshot can run code: tensors are stored as safetensors, everything else as JSON.
+Untrusted snapshots are safe to read, because names are validated and the size of each file is known
+before it is read.
+
+Files, fields and tensors never change their names. Later versions may add some. This version
+ignores those.
 """
 
 from __future__ import annotations
@@ -31,26 +35,28 @@ from mingpt_ddp.errors import SnapshotError
 if TYPE_CHECKING:
     from torch import Tensor
 
-Files: TypeAlias = dict[str, dict[str, Any]]  # name -> {"bytes": size, "sha256": digest}
+# The files that a manifest lists: name -> {"bytes": size, "sha256": digest}.
+Files: TypeAlias = dict[str, dict[str, Any]]
 
 FORMAT = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
 KINDS = ("model", "optimizer")
-WEIGHT_KINDS = (*KINDS, "ema")  # ema: only with trainer.ema
+WEIGHT_KINDS = (*KINDS, "ema")  # ema is present only if trainer.ema is set
 HOOKS = "hooks"
-TENSOR_KINDS = (*WEIGHT_KINDS, HOOKS)  # hooks: only with hooks that have state
+TENSOR_KINDS = (*WEIGHT_KINDS, HOOKS)  # hooks is present only if a hook has state
 OUR_KINDS = (*TENSOR_KINDS, "state", "manifest")
 MODEL = "model.safetensors"
-MAX_STATE_BYTES = 1 << 24  # fits a vocabulary of all of Unicode
-MAX_MANIFEST_BYTES = 1 << 22  # fits 10,000 shards
+MAX_STATE_BYTES = 1 << 24  # enough for a vocabulary of all Unicode characters
+MAX_MANIFEST_BYTES = 1 << 22  # enough for 10,000 shards
 MAX_JSON_DEPTH = 20
 MAX_HEADER_BYTES = 1 << 24  # header of a safetensors file; enough for 100,000 tensors
-MIN_SHARD_BYTES = 1 << 24  # smaller shards cost more in requests than parallel writes save
+# Requests for smaller shards cost more time than writing them in parallel saves.
+MIN_SHARD_BYTES = 1 << 24
 
 
 class CorruptSnapshotError(Exception):
-    """A file of the snapshot is missing, or differs from what was written."""
+    """A file of the snapshot is missing, or its content is not the content that was written."""
 
 
 class IncompleteSnapshotError(CorruptSnapshotError):
@@ -64,60 +70,69 @@ class Snapshot:
     step: int
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]  # `<parameter>:<name>`, see state_dict.py
-    state: dict[str, Any]  # plain values: configuration, train state, scaler, losses, vocabulary
+    # The values in state.json: configuration, train state, gradient scaler, losses, vocabulary.
+    state: dict[str, Any]
     ema: dict[str, Tensor] = field(default_factory=dict)  # named as in `model`
     hooks: dict[str, Tensor] = field(default_factory=dict)  # named by `pack_state`
-    index: Any = None  # positions of tensors that have not been read: see tensor_index.py
+    # If the tensors have not been read: the URL of the snapshots and the position of each tensor
+    # in their files (see tensor_index.py).
+    index: Any = None
 
 
 def directory_name(step: int) -> str:
+    """Name the directory of the snapshot of a step."""
     return f"step_{step:08d}"
 
 
 def path_of(step: int, name: str) -> str:
-    """Return the path of a snapshot's file below the URL of the snapshots."""
+    """Return the path of a file in the snapshot of a step, relative to the URL of all snapshots."""
     return f"{directory_name(step)}/{name}"
 
 
 def step_of(name: str) -> int | None:
+    """Return the step of a snapshot directory by its name, or None for any other name."""
     match = re.fullmatch(r"step_([0-9]{8,18})", name)
     return int(match[1]) if match and directory_name(int(match[1])) == name else None
 
 
 def shard_name(kind: str, shard: int, shards: int) -> str:
-    """Name the file of one shard. Shards count from 0, names from 1."""
+    """Name the file of one shard. `shard` counts from 0, the number in the file name from 1."""
     if shards == 1:
         return f"{kind}.safetensors"
     return f"{kind}-{shard + 1:05d}-of-{shards:05d}.safetensors"
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a file: model, optimizer, state, or another one of a later version."""
+    """Return the kind of a file, such as model or state. Later versions may add kinds."""
     return re.split("[.-]", name)[0]
 
 
 def encode_json(values: dict[str, Any]) -> bytes:
-    """Encode the content of state.json, or of the manifest."""
+    """Encode the content of state.json or of the manifest."""
     return json.dumps(values, indent=1, allow_nan=False).encode()
 
 
 def encode_manifest(step: int, files: Files, **added: Any) -> bytes:
-    """Encode a manifest. `added` holds fields of a later version."""
+    """Encode a manifest.
+
+    Args:
+        added: Fields that this version does not know, as a later version might add them.
+    """
     return _with_digest({"format": FORMAT, "step": step, "files": files, **added})
 
 
 def _with_digest(values: dict[str, Any]) -> bytes:
-    """Encode the values and, as the last field, their SHA-256, which detects any flipped bit."""
+    """Encode values, with their SHA-256 as the last field. It detects any flipped bit."""
     digest = hashlib.sha256(encode_json(values)).hexdigest()
     return encode_json({**values, "sha256": digest})
 
 
 def decode_manifest(content: bytes, step: int) -> Files:
-    """Return the files that the manifest of a step lists.
+    """Decode the manifest of a step. Return the files that it lists.
 
     Raises:
-        CorruptSnapshotError: The content differs in a byte from what `encode_manifest` writes.
-        SnapshotError: Another version wrote it in another format.
+        CorruptSnapshotError: The manifest is not, byte for byte, what `encode_manifest` writes.
+        SnapshotError: Another version of this package wrote the manifest, in another format.
     """
     try:
         values = load_json(content)
@@ -148,7 +163,7 @@ def _is_entry(file: Any) -> bool:
 
 
 def _has_our_files(files: Files) -> bool:
-    """Return True if a manifest lists all files of the format, and no invalid names."""
+    """Return True if a manifest lists all files of this format, and no invalid file name."""
     present = [kind_of(name) for name in files]
     shards = max(1, present.count(KINDS[0]))
     kinds = WEIGHT_KINDS if "ema" in present else KINDS
@@ -159,7 +174,8 @@ def _has_our_files(files: Files) -> bool:
         ours.update(shard_name(kind, shard, shards) for shard in range(shards))
     if not ours <= files.keys() or files[STATE]["bytes"] > MAX_STATE_BYTES:
         return False
-    # Files of later versions: no path separators, and no name that collides with ours.
+    # Later versions may add files. Their names may not contain path separators or collide with
+    # the names of our files.
     for name in files.keys() - ours:
         if kind_of(name) in OUR_KINDS or not re.fullmatch(r"[a-z0-9_]+\.[a-z]+", name):
             return False

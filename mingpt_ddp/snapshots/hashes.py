@@ -1,4 +1,7 @@
-"""Compute the SHA-256 of tensors: of a set of weights, or of each kind of a snapshot."""
+"""Compute SHA-256 hashes: one for a set of weights, or one for each kind of tensors in a snapshot.
+
+The kinds are model, optimizer, ema and hooks (format.py).
+"""
 
 import hashlib
 from collections import defaultdict
@@ -10,42 +13,42 @@ from torch import Tensor
 from mingpt_ddp.snapshots.format import KINDS, TENSOR_KINDS, Snapshot
 from mingpt_ddp.snapshots.staging_buffer import DTYPES
 
-Hashes = dict[str, str]  # by kind
+HashByKind = dict[str, str]  # kind of tensors -> SHA-256
 
 
-def content_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor. They depend neither on its device nor on its strides."""
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return the values of a tensor as bytes. They do not depend on its device or its strides."""
     flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
 def sha256_of_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of names, shapes, types and bytes, in the order of the names."""
+    """Compute one SHA-256 of the names, shapes, types and values of tensors, sorted by name."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(content_of(tensor))
+        digest.update(tensor_bytes(tensor))
     return digest.hexdigest()
 
 
 def describe_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return a line for each tensor or piece: its name, type, shape and SHA-256."""
+    """Return a line for each tensor, or piece of a tensor: its name, type, shape and SHA-256."""
     lines = []
     for name, tensor in tensors.items():
-        digest = hashlib.sha256(content_of(tensor))
+        digest = hashlib.sha256(tensor_bytes(tensor))
         shape = list(tensor.shape)
         lines.append(f"{name} {DTYPES[tensor.dtype]} {shape} {digest.hexdigest()}")
     return lines
 
 
-def hash_lines(described: Iterable[Mapping[str, list[str]]]) -> Hashes:
-    """Return the hash of each kind: the SHA-256 of its lines in alphabetical order.
+def hash_lines(lines_by_rank: Iterable[Mapping[str, list[str]]]) -> HashByKind:
+    """Hash the tensors of each kind: the SHA-256 of their lines in alphabetical order.
 
     Args:
-        described: Lines of `describe_tensors` by kind, from each rank.
+        lines_by_rank: For each rank, the lines that `describe_tensors` returned, by kind.
     """
     lines = defaultdict[str, list[str]](list)
-    for lines_of_rank in described:
+    for lines_of_rank in lines_by_rank:
         for kind, lines_of_kind in lines_of_rank.items():
             lines[kind] += lines_of_kind
     hashes = {}
@@ -55,8 +58,8 @@ def hash_lines(described: Iterable[Mapping[str, list[str]]]) -> Hashes:
     return hashes
 
 
-def hash_snapshot(snapshot: Snapshot) -> Hashes:
-    """Return the hashes of a snapshot that was read as a whole."""
+def hash_snapshot(snapshot: Snapshot) -> HashByKind:
+    """Hash the tensors of each kind in a snapshot. All of its tensors must have been read."""
     described = {}
     for kind in TENSOR_KINDS:
         tensors = getattr(snapshot, kind)

@@ -1,8 +1,9 @@
 """The state of the user's hooks, as named tensors of a snapshot.
 
-A state is a flat dictionary of tensors, numbers and text. Each tensor is stored under a JSON list
-of the hook's name and its key. The numbers and texts are stored as one JSON text, under a list of
-the hook's name alone; null in it stands for a tensor.
+The state of a hook is a flat dictionary of tensors, numbers and text. A snapshot stores each tensor
+under the name `["<hook>", "<key>"]`, a JSON list. It stores the numbers and texts of a hook as one
+JSON object, encoded as a tensor of bytes under the name `["<hook>"]`. A null in this object stands
+for a tensor.
 """
 
 import hashlib
@@ -16,8 +17,8 @@ from torch import Tensor
 from mingpt_ddp.errors import CodeError, SnapshotError
 from mingpt_ddp.snapshots.staging_buffer import DTYPES
 
-PLAIN = (bool, int, float, str, type(None))
-LEAST_BYTES = 64
+PLAIN_TYPES = (bool, int, float, str, type(None))
+MIN_JSON_BYTES = 64
 
 
 def pack_state(name: str, state: Any) -> dict[str, Tensor]:
@@ -36,19 +37,19 @@ def pack_state(name: str, state: Any) -> dict[str, Tensor]:
         plain[key] = None
         if isinstance(value, Tensor) and value.dtype in DTYPES and _is_dense(value):
             tensors[json.dumps([name, key])] = value
-        elif type(value) in PLAIN:
+        elif type(value) in PLAIN_TYPES:
             plain[key] = value
         else:
             raise CodeError(
-                f"state_dict()[{key!r:.100}] cannot be saved: it holds {_kind(value)}; use a flat "
-                "dictionary of numbers, text and dense tensors of a standard type"
+                f"state_dict()[{key!r:.100}] cannot be saved: it holds {_type_of(value)}; use a "
+                "flat dictionary of numbers, text and dense tensors of a standard type"
             )
     try:
         text = json.dumps(plain).encode()
     except ValueError as error:  # a number of more than 4300 digits
         raise CodeError(f"state_dict() cannot be saved as JSON: {error}") from error
-    # Round the size up, so that a longer number or text needs no new staging buffers.
-    size = max(LEAST_BYTES, 1 << (len(text) - 1).bit_length())
+    # Round the size up. If a number or text gets a little longer, the staging buffer still fits.
+    size = max(MIN_JSON_BYTES, 1 << (len(text) - 1).bit_length())
     tensors[json.dumps([name])] = torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8)
     return tensors
 
@@ -57,20 +58,21 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
 
 
-def _kind(value: Any) -> str:
+def _type_of(value: Any) -> str:
+    """Describe the type of a value for an error message."""
     if isinstance(value, Tensor) and not _is_dense(value):
         return "a sparse, nested or meta tensor"
     return str(getattr(value, "dtype", type(value).__name__))
 
 
 def unpack_states(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Any]:
-    """Return the state of each hook by its name, with copies of the tensors on a device.
+    """Unpack the states of all hooks, by the name of the hook. Copy their tensors to a device.
 
     Args:
-        tensors: Kind `hooks` of a snapshot, untrusted.
+        tensors: The untrusted tensors of kind `hooks` in a snapshot.
 
     Raises:
-        SnapshotError: `pack_state` has not packed these tensors.
+        SnapshotError: The tensors do not have the form in which `pack_state` packs a state.
     """
     states: dict[str, Any] = {}
     try:
@@ -90,15 +92,16 @@ def unpack_states(tensors: Mapping[str, Tensor], device: torch.device) -> dict[s
 
 
 def _plain_values(tensor: Tensor) -> Any:
+    """Decode the JSON object with the numbers and texts of a hook's state."""
     return json.loads(tensor.numpy().tobytes())
 
 
 def describe_states(tensors: Mapping[str, Tensor], lines: Sequence[str]) -> dict[str, str]:
-    """Return a hash of each value in the states, by the JSON list of hook and key.
+    """Hash each value in the states of the hooks. The keys are JSON lists `["<hook>", "<key>"]`.
 
     Args:
-        tensors: Tensors of `pack_state`, on the CPU.
-        lines: Their lines from `describe_tensors`.
+        tensors: The tensors that `pack_state` returned, on the CPU.
+        lines: The line of each tensor, as `describe_tensors` returned it.
     """
     described: dict[str, str] = {}
     for (name, tensor), line in zip(tensors.items(), lines, strict=True):
@@ -113,13 +116,14 @@ def describe_states(tensors: Mapping[str, Tensor], lines: Sequence[str]) -> dict
 
 
 def refuse_other_states(step: int, by_rank: Sequence[Mapping[str, str]]) -> None:
-    """Refuse states of hooks that differ between the ranks.
+    """Refuse a state of a hook that differs between the ranks.
 
     Args:
-        by_rank: Hashes of `describe_states`, from each rank.
+        by_rank: For each rank, the hashes that `describe_states` returned.
 
     Raises:
-        CodeError: The state of a hook differs. The message names it, a key and the ranks.
+        CodeError: The state of a hook differs between the ranks. The message names the hook, the
+            key and the ranks that differ from rank zero.
     """
     for path in sorted({path for described in by_rank for path in described}):
         expected = by_rank[0].get(path)
@@ -130,5 +134,5 @@ def refuse_other_states(step: int, by_rank: Sequence[Mapping[str, str]]) -> None
             ranks = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
             raise CodeError(
                 f"{hook} of @acts({event!r}): state_dict()[{key!r:.100}] on {ranks} differs from "
-                f"rank 0 at step {step}, which is not saved; keep the same state on all ranks"
+                f"rank 0 at step {step}, so the step is not saved; keep the same state on all ranks"
             )

@@ -1,7 +1,8 @@
 """Save and load the snapshots of a run.
 
-Rank zero reads, and the ranks that share its storage write. If the ranks hold shards of the state,
-each of them writes and reads its own shard.
+If all ranks hold the same state, rank zero reads it, and the ranks that share a storage with rank
+zero divide the writing among them. If each rank holds a shard of the state, it reads and writes its
+own shard.
 """
 
 import errno
@@ -44,11 +45,14 @@ from mingpt_ddp.snapshots.write.shard_plan import ShardPlan, TensorsByKind
 from mingpt_ddp.snapshots.write.store import SnapshotStore
 
 log = logging.getLogger(__name__)
-Check = Callable[[int, Any], None]  # takes step and state of a snapshot; raises if unusable
+# Takes the step and the state of a snapshot. Raises an exception if the run cannot use them.
+Check = Callable[[int, Any], None]
 
-# Errors of a storage that stays unusable until someone repairs it.
-LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
-QUICK_S = 1.0  # a faster save is awaited when the next one is due
+# With these errors, the storage stays unusable until someone repairs it.
+LASTING_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+# If the last save took less than this, training waits for the save in progress when the next one
+# is due. Waiting for a slower save would stall training.
+QUICK_SAVE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,8 @@ class RunState:
 
     step: int
     state: dict[str, Any]  # the content of state.json
-    tensors: TensorsByKind  # they must not change until `wait_for_staging` returns
-    best_step: int | None  # step of the snapshot that snapshot.keep_best keeps
+    tensors: TensorsByKind  # must not change until `wait_for_staging` returns
+    best_step: int | None  # the step whose snapshot snapshot.keep_best keeps
 
 
 class SnapshotManager:
@@ -69,17 +73,18 @@ class SnapshotManager:
     ) -> None:
         """
         Args:
-            store: The snapshots of the run.
-            directory: The run directory. The ledger is in it.
+            store: Holds the snapshots of the run.
+            directory: The run directory, in which the ledger is kept.
         """
         self.config = config
         self.runtime = runtime
         self.store = store
         self._kinds = (*KINDS, HOOKS) if config.trainer.ema is None else TENSOR_KINDS
         self.last_step: int | None = None  # step of the newest committed snapshot
-        self.durable_s: float | None = None  # seconds from the start of the last save to its commit
+        # Seconds from the start of the last save until its snapshot was committed.
+        self.durable_s: float | None = None
         self._failures = 0  # number of consecutive failed saves
-        self._save: AsyncSave | None = None  # in progress
+        self._save: AsyncSave | None = None  # the save in progress
         self._buffers: dict[str, SafetensorsBuffer] = {}
         self._shard_plan = ShardPlan(runtime, store)
         self._ledger = Ledger(directory)
@@ -87,16 +92,18 @@ class SnapshotManager:
     # Loading.
 
     def load_latest(self, check: Check) -> Snapshot | None:
-        """Return the newest snapshot of the run, else that of run.resume, on every rank.
+        """Load the snapshot that the run resumes from, on every rank. A collective.
 
-        A collective. If each rank reads its own shard, `read_shards` adds the tensors.
+        This is the newest snapshot of the run. If the run has no snapshots, it is the snapshot that
+        run.resume names. Return None if there is no snapshot at all. If each rank holds a shard of
+        the state, the snapshot has no tensors yet: `read_shards` adds them.
 
         Args:
-            check: Called on rank zero with the step and the state of the snapshot. It raises an
+            check: Called on rank zero with the step and the state of the snapshot. Raises an
                 exception if the run cannot use the snapshot.
 
         Raises:
-            SnapshotError: There are snapshots, but none that this run can resume from.
+            SnapshotError: There are snapshots, but the run cannot resume from any of them.
         """
         group = self.runtime.group
         whole = self.runtime.strategy.shards == 1
@@ -110,7 +117,7 @@ class SnapshotManager:
             if source and not is_own:
                 newest = load(source, self._kinds, whole=whole)
             elif source:
-                log.info("run.resume=%s is ignored: the run has snapshots of its own", source)
+                log.info("run.resume=%s is ignored, because the run has its own snapshots", source)
             if newest is not None:
                 check(newest.step, newest.state)
             return newest, is_own
@@ -131,7 +138,7 @@ class SnapshotManager:
         return snapshot
 
     def read_shards(self, snapshot: Snapshot, model: nn.Module, optimizer: Optimizer) -> Snapshot:
-        """Return the snapshot with this rank's tensors of model and optimizer. A collective."""
+        """Return a snapshot with the tensors of this rank's model and optimizer. A collective."""
         if snapshot.index is not None:
             return read_shards(self.runtime, snapshot, model, optimizer)
         parts: dict[str, Any] = {}
@@ -149,7 +156,7 @@ class SnapshotManager:
         best = run.best_step if self.config.snapshot.keep_best else None
         retain = partial(apply_retention, self.config.snapshot, self.store, step, best)
         if step == self.last_step:
-            # it is committed, but other snapshots may have to be deleted
+            # This step is committed already, but older snapshots may have to be deleted.
             self._apply_retention(retain)
             return
         tensors = self._shard_plan.own_files(run.tensors)
@@ -165,14 +172,21 @@ class SnapshotManager:
         self._save.start()
 
     def _apply_retention(self, retain: Callable[[], None]) -> None:
-        """Delete on a thread: a slow object store is not a hang."""
+        """Delete old snapshots on a thread, and send heartbeats meanwhile.
+
+        Without heartbeats, a slow object store would be taken for a hang.
+        """
         call = self.runtime.group.env.call_on_rank_zero
         thread = Thread(target=call, args=(retain,), name="retention", daemon=True)
         thread.start()
         self._join(thread)
 
     def _join(self, thread: Thread, until: float | None = None) -> None:
-        """Wait for a thread, at most until `until`, and send heartbeats."""
+        """Wait for a thread and send heartbeats meanwhile.
+
+        Args:
+            until: The time.monotonic() at which to stop waiting. None waits until the thread ends.
+        """
         while thread.is_alive() and (until is None or time.monotonic() < until):
             thread.join(0.05)
             self.runtime.group.set_activity("waiting for a snapshot")
@@ -183,44 +197,49 @@ class SnapshotManager:
         return self._save is not None and not self._save.staged.is_set()
 
     def wait_for_staging(self) -> None:
-        """Wait until the tensors of the save in progress may change."""
+        """Wait until the tensors of the save in progress are copied, and may change again."""
         if self._save is None:
             return
-        with self.runtime.group.waiting():  # reading waits for a GPU
+        with self.runtime.group.waiting():  # copying from a GPU waits for its queued work
             self._save.staged.wait()
 
     @property
     def save_in_progress(self) -> bool:
-        """True while this rank's thread is running."""
+        """True while the thread of a save is running on this rank."""
         return self._save is not None and self._save.is_alive()
 
     @property
     def quick_deadline(self) -> float:
-        """The time.monotonic() until which to wait for the save in progress if another is due."""
-        if self._save is None or (self.durable_s or 0.0) >= QUICK_S:
-            return 0.0  # waiting for a slow save would stall training
-        return self._save.started_at + QUICK_S
+        """The time.monotonic() until which to wait for the save in progress if another one is due.
+
+        It is 0.0 if training should not wait.
+        """
+        if self._save is None or (self.durable_s or 0.0) >= QUICK_SAVE_S:
+            return 0.0
+        return self._save.started_at + QUICK_SAVE_S
 
     def wait(self, until: float | None = None) -> bool:
-        """Wait for the save in progress, at most until `until` by time.monotonic().
+        """Wait for the save in progress. A collective.
 
-        A collective: the save is done once it is done on all ranks.
+        Args:
+            until: The time.monotonic() at which to stop waiting. None waits until the save ends.
 
         Returns:
-            True if the save is done.
+            True if no save is in progress any more, on any rank.
 
         Raises:
-            StorageUnavailableError: More than snapshot.max_failures saves have failed. A restart
-                may succeed.
-            StorageUnusableError: The same, and a restart would fail for the same reason.
+            StorageUnavailableError: More than snapshot.max_failures saves in a row have failed. A
+                restart may succeed.
+            StorageUnusableError: More than snapshot.max_failures saves in a row have failed, and a
+                restart would fail for the same reason.
             RunError: Another process has taken over the lease, or the run directory was deleted.
         """
         save = self._save
         if save is None:
             return True
         self._join(save, until)
-        ranks_at_work = self.runtime.group.all_reduce(torch.tensor([float(save.is_alive())]))
-        if ranks_at_work.item():
+        ranks_saving = self.runtime.group.all_reduce(torch.tensor([float(save.is_alive())]))
+        if ranks_saving.item():
             return False
         self._save = None
         if save.error is not None:
@@ -250,7 +269,7 @@ class SnapshotManager:
     def _final_error(self, step: int, failure: OSError) -> UserError:
         """Return the error that ends the run after too many failures."""
         times = f", {self._failures} times in a row" if self._failures > 1 else ""
-        is_lasting = failure.errno in LASTING
+        is_lasting = failure.errno in LASTING_ERRNOS
         kind = StorageUnusableError if is_lasting else StorageUnavailableError
         return kind(
             f"cannot write the snapshot of step {step}: {self.store.url}: {failure}{times}; older "

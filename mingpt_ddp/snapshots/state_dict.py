@@ -1,4 +1,7 @@
-"""Model and optimizer state as named tensors: what a snapshot holds, and how to load it."""
+"""Turn the state of a model and an optimizer into named tensors for a snapshot, and load it back.
+
+`check_savable` refuses a user's model or optimizer whose state a snapshot cannot hold.
+"""
 
 from typing import Any
 
@@ -10,11 +13,11 @@ from mingpt_ddp.optim.state import State, declared_state
 from mingpt_ddp.snapshots.staging_buffer import DTYPES
 
 # Types of the numbers in an optimizer's state, and of the tensors that store them.
-NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+NUMBER_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters by name, and copies of the buffers.
+    """Return the parameters of a model, and copies of its buffers, by name.
 
     The buffers are copied because the next forward pass may change them in place.
     """
@@ -26,31 +29,35 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_model_state(model: nn.Module, tensors: dict[str, Tensor], assign: bool = False) -> None:
-    """Load the tensors that `model_state` returned.
+    """Load tensors that `model_state` has returned into a model.
 
     Args:
-        assign: Use the tensors as the parameters instead of copying their values.
+        assign: Make the tensors themselves the parameters, instead of copying their values.
 
     Raises:
-        SnapshotError: Names, shapes or types differ.
+        SnapshotError: The names, shapes or types of the tensors do not fit the model.
     """
     expected = model.state_dict()
     wrong = sorted(expected.keys() ^ tensors.keys())
     if not wrong:
-        wrong = [name for name in expected if not _are_alike(expected[name], tensors[name])]
+        wrong = [name for name in expected if not _same_form(expected[name], tensors[name])]
     if wrong:
         raise SnapshotError(f"the snapshot's weights do not fit the model: {', '.join(wrong[:3])}")
     model.load_state_dict(tensors, assign=assign)
 
 
-def _are_alike(a: Tensor, b: Tensor) -> bool:
+def _same_form(a: Tensor, b: Tensor) -> bool:
+    """Return True if two tensors have the same shape and type."""
     return a.shape == b.shape and a.dtype == b.dtype
 
 
 def parameters_by_name(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, nn.Parameter]:
-    """Return the optimizer's parameters, in its order, by their names in the model."""
+    """Return the parameters of an optimizer by their names in the model.
+
+    They are in the order of the optimizer's parameter groups.
+    """
     names = {parameter: name for name, parameter in model.named_parameters()}
     parameters = {}
     for group in optimizer.param_groups:
@@ -60,9 +67,11 @@ def parameters_by_name(
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the state as `<parameter>:<name>`, plain numbers as `<parameter>:<name>:<type>`.
+    """Return the state of an optimizer as named tensors.
 
-    The type is int, float or bool. Hyper-parameters are omitted: they come from the configuration.
+    A tensor is named `<parameter>:<key>`. A plain number is named `<parameter>:<key>:<type>`, where
+    the type is int, float or bool. Hyper-parameters are omitted, because they come from the
+    configuration.
     """
     tensors = {}
     for name, parameter in parameters_by_name(model, optimizer).items():
@@ -71,7 +80,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
                 tensors[f"{name}:{key}"] = value
             elif value is not None:
                 kind = type(value)
-                number = torch.tensor(value, dtype=NUMBERS[kind])
+                number = torch.tensor(value, dtype=NUMBER_DTYPES[kind])
                 tensors[f"{name}:{key}:{kind.__name__}"] = number
     return tensors
 
@@ -82,17 +91,18 @@ def check_savable(
     """Check that a snapshot can hold the state of a user's model and optimizer.
 
     Args:
-        by_rows: Each rank will hold some rows of the parameters, and the same rows of their state.
+        by_rows: True if each rank will hold some rows of the parameters (fsdp, hsdp). It then holds
+            the same rows of their optimizer state.
 
     Raises:
-        CodeError: A snapshot cannot hold an entry of the state, or the optimizer declares another
-            one than it keeps.
+        CodeError: A snapshot cannot hold an entry of the state, or the optimizer keeps other state
+            than it has declared with @declare_state.
     """
     for name, value in model.state_dict().items():
         if not _is_savable_tensor(value):
             raise CodeError(
-                f"the model's {name} cannot be saved: {_kind(value)}; use a tensor of a standard "
-                "type"
+                f"the model's {name} cannot be saved: {_type_of(value)}; use a tensor of a "
+                "standard type"
             )
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
@@ -102,22 +112,22 @@ def check_savable(
     for parameter, state in optimizer.state.items():
         if parameter not in names:
             raise CodeError(
-                f"the optimizer's state[{str(parameter)[:50]!r}] cannot be saved: it "
-                "belongs to no parameter"
+                f"the optimizer's state[{str(parameter)[:50]!r}] cannot be saved: its key is not a "
+                "parameter of the model"
             )
         for key, value in state.items():
             what = f"the optimizer's state {key!r} of {names[parameter]}"
-            is_number = value is None or type(value) in NUMBERS
+            is_number = value is None or type(value) in NUMBER_DTYPES
             is_name = isinstance(key, str) and ":" not in key
             if not is_name or not (is_number or _is_savable_tensor(value)):
                 raise CodeError(
-                    f"{what} cannot be saved: {_kind(value)}; snapshots hold tensors, numbers and "
-                    "null, by names without a colon"
+                    f"{what} cannot be saved: {_type_of(value)}; a snapshot holds tensors, numbers "
+                    "and null, under names without a colon"
                 )
             is_per_element = isinstance(value, Tensor) and value.dim() > 0
             if by_rows and is_per_element and value.shape != parameter.shape:
                 raise CodeError(
-                    f"{what} has another shape than the parameter, so that ddp.strategy=fsdp and "
+                    f"{what} does not have the shape of the parameter, so ddp.strategy=fsdp and "
                     "hsdp cannot split it; use ddp.strategy=zero1"
                 )
         if declared is not None:
@@ -133,23 +143,24 @@ def _is_savable_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype in DTYPES
 
 
-def _kind(value: Any) -> Any:
+def _type_of(value: Any) -> Any:
+    """Describe the type of a value for an error message."""
     return getattr(value, "dtype", type(value).__name__)
 
 
 def load_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
 ) -> None:
-    """Load the tensors that `optimizer_state` returned.
+    """Load tensors that `optimizer_state` has returned into an optimizer.
 
-    If the optimizer declares its state, other state is refused: a fused kernel would not check it,
-    and would write out of bounds.
+    If the optimizer declares its state (@declare_state), any other state is refused. A fused kernel
+    would not check the shapes, and would write out of bounds.
 
     Raises:
         SnapshotError: The state belongs to other parameters or to another optimizer.
     """
     parameters = parameters_by_name(model, optimizer)
-    number_types = {kind.__name__: kind for kind in NUMBERS}
+    number_types = {kind.__name__: kind for kind in NUMBER_DTYPES}
     states: dict[str, dict[str, Tensor | float]] = {name: {} for name in parameters}
     for full_name, tensor in tensors.items():
         name, _, rest = full_name.partition(":")
@@ -161,15 +172,17 @@ def load_optimizer_state(
     declared = declared_state(optimizer)
     if declared is not None:
         for name, parameter in parameters.items():
-            if not declared[parameter]:  # SGD, if its momentum has been set to 0 since
+            # The declared state is empty if the momentum of SGD has been set to 0 since the save.
+            if not declared[parameter]:
                 states[name].clear()
             if difference := _difference(states[name], declared[parameter]):
                 raise SnapshotError(f"the snapshot's optimizer state of {name} {difference}")
-    # The optimizer's own loader knows which of its tensors move to the parameter's device.
+    # The optimizer's own loader knows which of its tensors must move to the parameter's device.
+    # But it also casts them to the parameter's type: the loop below undoes that.
     packed = optimizer.state_dict()
     packed["state"] = {i: states[name] for i, name in enumerate(parameters) if states[name]}
     optimizer.load_state_dict(packed)
-    for name, parameter in parameters.items():  # but it casts them to the parameter's type
+    for name, parameter in parameters.items():
         for key, value in states[name].items():
             cast = optimizer.state[parameter].get(key)
             if isinstance(value, Tensor) and isinstance(cast, Tensor) and cast.dtype != value.dtype:
@@ -177,18 +190,20 @@ def load_optimizer_state(
 
 
 def _difference(state: State, declared: State) -> str:
-    """Describe the first difference of a parameter's state from the declared one, or return "".
+    """Describe how the state of a parameter differs from the declared state, in its first entry.
 
-    A parameter that has had no gradient has no state.
+    Return "" if it does not differ, or if there is no state because the parameter has never had a
+    gradient. The description completes a message "the optimizer's state of <parameter> ...".
     """
     if not state:
         return ""
     if state.keys() != declared.keys():
-        return f"is not {', '.join(sorted(declared)) or 'empty'}"
+        names = ", ".join(sorted(declared))
+        return f"does not consist of {names}" if declared else "is not empty"
     for key, value in state.items():
         found, expected = _shape_and_type(value), _shape_and_type(declared[key])
         if found != expected:
-            return f"has another {key}: {found}, not {expected}"
+            return f"has the wrong {key}: {found} instead of {expected}"
     return ""
 
 

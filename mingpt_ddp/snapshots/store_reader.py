@@ -1,4 +1,4 @@
-"""Find, read and verify the snapshots below one URL. Every byte is checked."""
+"""Find, read and verify the snapshots below one URL. Every byte that is read is checked."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PARALLEL = 4  # concurrent transfers of files with an object store
+CONCURRENT_FILES = 4  # files that are transferred at the same time from or to an object store
 
 
 class StoreReader:
@@ -47,7 +47,9 @@ class StoreReader:
         self.damaged: set[int] = set()
 
     def steps(self) -> list[int]:
-        """List the steps that have a directory, committed or not, in ascending order.
+        """List the steps that have a directory, in ascending order.
+
+        Not every one of them is committed: a save may be in progress, or may have failed.
 
         Raises:
             StorageUnavailableError, SnapshotError: The URL cannot be read.
@@ -62,12 +64,14 @@ class StoreReader:
         return sorted(step for step in steps if step is not None)
 
     def is_committed(self, step: int) -> bool:
+        """Return True if the snapshot of a step has a manifest."""
         return self.size(step, layout.MANIFEST) is not None
 
     def size(self, step: int, name: str) -> int | None:
-        """Return the size of a regular file in bytes.
+        """Return the size in bytes of a file in the snapshot of a step.
 
-        Return None if there is none, or if it is unreachable (symlink loop, bad disk).
+        Return None if there is no such regular file, or if it is unreachable (a loop of symbolic
+        links, a bad disk).
         """
         try:
             return self.storage.size(path_of(step, name))
@@ -77,20 +81,22 @@ class StoreReader:
             return None
 
     def files(self, step: int, kinds: Sequence[str] | None = None) -> Files:
-        """Read the manifest and compare the file sizes. Every reader starts here.
+        """Read the manifest and check the size of each file. Every reader starts here.
 
         Args:
-            kinds: Return only the files of these kinds of tensors and the state, or all files if
-                None. If only the model is asked for, return its averaged weights if there are any.
+            kinds: Return only the state and the files of these kinds of tensors. None returns all
+                files. ("model",) alone returns the averaged weights, if the snapshot has them.
 
         Raises:
             IncompleteSnapshotError: There is no manifest.
-            CorruptSnapshotError: The manifest is damaged, or a file has another size.
+            CorruptSnapshotError: The manifest is damaged, or the size of a file is not the size
+                in the manifest.
             SnapshotError: Another version wrote the snapshot, in another format.
             StorageError: The storage does not respond.
         """
         size = self.size(step, layout.MANIFEST)
-        if size is None:  # also for a pipe, which would block
+        # If the manifest is a named pipe, this is None too: reading a pipe would block.
+        if size is None:
             raise IncompleteSnapshotError("it was never finished")
         size = min(size, layout.MAX_MANIFEST_BYTES)
         manifest = b"".join(self._chunks(step, layout.MANIFEST, size))
@@ -99,13 +105,13 @@ class StoreReader:
             sizes = pool.map(partial(self.size, step), files)
             for name, actual in zip(files, sizes, strict=True):
                 if actual != files[name]["bytes"]:
-                    raise CorruptSnapshotError(f"{name} is missing or has another size")
+                    raise CorruptSnapshotError(f"{name} is missing or has the wrong size")
         return files
 
     def read_metadata(self, step: int, kinds: Sequence[str] = layout.KINDS) -> tuple[Files, Any]:
-        """Read the manifest and the state. Check only the sizes of the tensor files.
+        """Read the manifest and the state. Do not read the tensor files, only check their sizes.
 
-        It raises the same exceptions as `files`.
+        This raises the same exceptions as `files`.
         """
         files = self.files(step, kinds)
         try:
@@ -118,9 +124,10 @@ class StoreReader:
         """Read a snapshot and check every byte that is read against the manifest.
 
         Args:
-            kinds: Kinds of tensors to read, as in `files`. The others are left empty.
-            whole: Read all tensors. If False, check the tensors in chunks and return an index of
-                their positions. Only the tensors of hooks are read, because every rank needs them.
+            kinds: Kinds of tensors to read, as in `files`. The other kinds are left empty.
+            whole: True reads the tensors into memory. False verifies the files in chunks and
+                returns an index of the tensors' positions, from which each rank reads its shard.
+                The tensors of hooks are read even then, because every rank needs them all.
 
         Raises:
             CorruptSnapshotError: The snapshot is incomplete, damaged or larger than the memory.
@@ -141,14 +148,15 @@ class StoreReader:
             ) from error
         except MemoryError as error:
             raise CorruptSnapshotError("it is larger than the memory of this machine") from error
-        except (ValueError, RuntimeError) as error:  # valid digests, but not our file
+        except (ValueError, RuntimeError) as error:  # the digests are valid, the content is not
             reason = ascii(str(error))[1:-1]
             raise CorruptSnapshotError(f"cannot be parsed: {reason[:200]}") from error
-        tensors["model"] = tensors["model"] or tensors["ema"]  # if the model alone is read
+        # If only the model was asked for, its averaged weights may have been read instead.
+        tensors["model"] = tensors["model"] or tensors["ema"]
         return Snapshot(step=step, state=state, index=index, **tensors)
 
     def _read_tensors(self, step: int, files: Files) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors by kind and name.
+        """Read the tensors in some files of a snapshot. Return them by kind and name.
 
         Raises:
             MemoryError: The tensors are larger than the memory.
@@ -165,10 +173,10 @@ class StoreReader:
         return {kind: decode(contents.pop(kind)) for kind in layout.TENSOR_KINDS}
 
     def _index(self, step: int, files: Files) -> dict[str, Any]:
-        """Verify the snapshot. Return its URL and the position of each tensor, as JSON values.
+        """Verify a snapshot. Return the URL and the positions of its tensors, as JSON values.
 
         Args:
-            files: Files whose tensors are listed.
+            files: Files whose tensors the index lists.
         """
         headers = self.verify(step)
         index: dict[str, Any] = {"url": self.url}
@@ -178,10 +186,12 @@ class StoreReader:
         return index
 
     def newest_state(self) -> Snapshot | None:
-        """Read the newest undamaged state, without tensors. Return None if there is none.
+        """Read the state of the newest snapshot whose state is undamaged, without its tensors.
+
+        Return None if there is no such snapshot.
 
         Raises:
-            SnapshotError: Another version wrote it, in another format.
+            SnapshotError: Another version wrote the snapshot, in another format.
             StorageUnavailableError: The storage does not respond.
         """
         for step in reversed(self.steps()):
@@ -194,7 +204,9 @@ class StoreReader:
     def read_latest(
         self, kinds: Sequence[str] = layout.KINDS, whole: bool = True
     ) -> Snapshot | None:
-        """Read the newest undamaged snapshot. Log one line for each newer damaged one.
+        """Read the newest undamaged snapshot. Log each newer snapshot that is skipped.
+
+        Return None if there are no committed snapshots.
 
         Args:
             kinds, whole: See `read`.
@@ -221,13 +233,15 @@ class StoreReader:
     def verify(
         self, step: int, progress: Callable[[int], object] = lambda _: None
     ) -> dict[str, Header]:
-        """Compare every byte with the manifest, in chunks: a snapshot may exceed the memory.
+        """Check every byte of a snapshot against its manifest.
+
+        The files are read in chunks, because they may be larger than the memory.
 
         Args:
-            progress: Called with the number of bytes of each chunk.
+            progress: Called after each chunk with its number of bytes.
 
         Returns:
-            The headers of the files with tensors.
+            The header of each file that holds tensors, by file name.
 
         Raises:
             CorruptSnapshotError: The snapshot is incomplete or damaged.
@@ -239,7 +253,7 @@ class StoreReader:
                 header = self._verify_file(step, name, file, progress)
             except ValueError as error:
                 raise CorruptSnapshotError(
-                    f"{name} has another size than its header says"
+                    f"{name} does not have the size that its header says"
                 ) from error
             if header is not None:
                 headers[name] = header
@@ -248,9 +262,10 @@ class StoreReader:
     def _verify_file(
         self, step: int, name: str, file: dict[str, Any], progress: Callable[[int], object]
     ) -> Header | None:
-        """Verify a file. Return its header if it holds tensors.
+        """Check a file against its manifest entry. Return its header if it holds tensors.
 
-        Raise ValueError as soon as an invalid header is read: the file may be large.
+        Raise ValueError as soon as an invalid header has been read, without reading the rest of the
+        file, which may be large.
         """
         size = file["bytes"]
         has_header = layout.kind_of(name) in layout.TENSOR_KINDS
@@ -271,21 +286,22 @@ class StoreReader:
         return b"".join(self._verified_chunks(step, name, files[name]))
 
     def _verified_chunks(self, step: int, name: str, file: dict[str, Any]) -> Iterator[bytes]:
-        """Yield the content of a file.
+        """Yield the content of a file in chunks.
 
-        Raise CorruptSnapshotError at its end if it has another digest.
+        After the last chunk, raise CorruptSnapshotError if the digest is not the one in the
+        manifest.
         """
         digest = hashlib.sha256()
         for chunk in self._chunks(step, name, file["bytes"]):
             digest.update(chunk)
             yield chunk
         if digest.hexdigest() != file["sha256"]:
-            raise CorruptSnapshotError(f"{name} has other content than was written")
+            raise CorruptSnapshotError(f"{name} does not have the content that was written")
 
     def _chunks(self, step: int, name: str, size: int) -> Iterator[bytes]:
-        """Yield the content of a file.
+        """Yield the content of a file in chunks.
 
-        Raise CorruptSnapshotError if it is unreadable though the storage responds.
+        Raise CorruptSnapshotError if the storage responds, but the file cannot be read.
         """
         try:
             yield from self.storage.chunks(path_of(step, name), size)
@@ -295,11 +311,11 @@ class StoreReader:
             raise CorruptSnapshotError(f"{name} cannot be read: {error}") from error
 
     def _pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(PARALLEL if self.storage.shared else 1)
+        return ThreadPoolExecutor(CONCURRENT_FILES if self.storage.shared else 1)
 
 
 def _select_kinds(files: Files, kinds: Sequence[str] | None) -> Files:
-    """Select the state and the files of these kinds. For the model alone, prefer the average."""
+    """Select the state and the files of these kinds of tensors, as `StoreReader.files` does."""
     if kinds is None:
         return files
     present = {layout.kind_of(name) for name in files}

@@ -1,10 +1,11 @@
-"""Find tensors in safetensors files, and read rows of them.
+"""Find tensors in safetensors files, and read some or all of their rows.
 
-A tensor is whole in one file, or several ranks have written pieces of it. A piece is some rows,
-stored as a safetensors tensor named `<tensor>@<first row>-of-<rows>`. Rows are consecutive bytes:
-any number of ranks can read its rows from whole tensors, and from pieces of other sizes.
+A file holds a whole tensor, or one piece of a tensor if several ranks have each written some of its
+rows. A piece is stored as a safetensors tensor named `<tensor>@<first row>-of-<rows>`, where
+<rows> is the number of rows of the whole tensor. Rows are consecutive bytes in a file. A rank can
+therefore read the rows it needs from whole tensors, or from pieces written by any number of ranks.
 
-Headers are untrusted. Only reading rows imports torch, which takes a second.
+Headers are untrusted. torch is imported only when rows are read, because that takes a second.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ from mingpt_ddp.snapshots.format import MAX_HEADER_BYTES
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Entries by tensor, as JSON values: [type, shape, [[rows, file, offset], ...]].
-# A scalar has one row.
+# The entry of each tensor, as JSON values: [type, shape, [[rows, file, offset], ...]]. The last
+# list has one item for each piece: its number of rows, its file, and its first byte in the file.
+# A scalar counts as one row.
 Index: TypeAlias = dict[str, list[Any]]
-Chunks: TypeAlias = Callable[[str, int, int], Iterable[bytes | memoryview]]  # file, size, start
+# Reads a part of a file. Takes the name of the file, the number of bytes, and the first byte.
+ReadChunks: TypeAlias = Callable[[str, int, int], Iterable[bytes | memoryview]]
 
-PIECE = re.compile(r"(.+)@([0-9]{1,15})-of-([0-9]{1,15})", flags=re.DOTALL)
-TYPES = {  # type in a header: torch's name, bytes of an element
+PIECE_NAME = re.compile(r"(.+)@([0-9]{1,15})-of-([0-9]{1,15})", flags=re.DOTALL)
+# Code of a type in a header -> name of the type in torch, bytes per element.
+HEADER_TYPES = {
     "F64": ("float64", 8),
     "F32": ("float32", 4),
     "F16": ("float16", 2),
@@ -47,7 +51,7 @@ TYPES = {  # type in a header: torch's name, bytes of an element
 class TensorEntry:
     """The entry of a tensor in the header of a file."""
 
-    dtype: str  # torch's name of the type
+    dtype: str  # name of the type in torch
     shape: list[int]
     offset: int  # bytes from the start of the file
 
@@ -61,33 +65,33 @@ Header: TypeAlias = dict[str, TensorEntry]
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """Rows of a tensor in one file. They may be all rows."""
+    """Rows of a tensor in one file. These may be all rows of the tensor."""
 
-    first: int  # first row of the piece, in the tensor
-    total: int  # number of rows of the tensor
+    first_row: int  # position of the piece's first row in the tensor
+    total_rows: int  # number of rows of the whole tensor
     entry: TensorEntry
     file: str
 
 
 def header_end(start: bytes, size: int) -> int:
-    """Return the number of bytes at the start of a file that `read_header` needs.
+    """Return the number of bytes that `read_header` needs from the start of a file.
 
     Args:
-        start: The first eight bytes, or more.
-        size: Bytes of the file.
+        start: At least the first eight bytes of the file.
+        size: Size of the file in bytes.
     """
     return min(size, 8 + min(int.from_bytes(start[:8], "little"), MAX_HEADER_BYTES))
 
 
 def read_header(start: bytes, size: int) -> Header:
-    """Return the entries of a safetensors file by tensor.
+    """Parse the untrusted header of a safetensors file. Return its entries by tensor.
 
     Args:
-        start: The start of the file, with the whole header.
-        size: Bytes of the file.
+        start: The start of the file, which includes the whole header.
+        size: Size of the file in bytes.
 
     Raises:
-        ValueError: The header is damaged, or its tensors overlap or do not fill the file.
+        ValueError: The header is damaged, or the tensors in it overlap or do not fill the file.
     """
     length = int.from_bytes(start[:8], "little")
     if length > MAX_HEADER_BYTES:
@@ -99,33 +103,34 @@ def read_header(start: bytes, size: int) -> Header:
         header.pop("__metadata__", None)
         for name, tensor in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             kind = str(tensor["dtype"])
-            if kind not in TYPES:
-                raise ValueError(f"{name[:100]} has type {kind[:20]}, not known here")
-            dtype, width = TYPES[kind]
+            if kind not in HEADER_TYPES:
+                raise ValueError(f"{name[:100]} has the unknown type {kind[:20]}")
+            dtype, width = HEADER_TYPES[kind]
             shape = tensor["shape"]
             begin, end = tensor["data_offsets"]
             are_counts = all(type(n) is int and 0 <= n < 2**63 for n in (begin, end, *shape))
             if not are_counts or begin != done:
                 raise ValueError(f"{name[:100]} does not begin where the tensor before it ends")
             if end - begin != math.prod(shape) * width:
-                raise ValueError(f"{name[:100]} has another size than its shape")
+                raise ValueError(f"{name[:100]} has a size that does not fit its shape")
             entries[name] = TensorEntry(dtype, shape, 8 + length + begin)
             done = end
         if done != size - 8 - length:
             raise ValueError("its tensors do not fill the file")
-    except Exception as error:  # untrusted: not a header
+    except Exception as error:  # an invalid header may raise any exception
         raise ValueError(str(error)) from error
     return entries
 
 
 def make_index(headers: Mapping[str, Header]) -> Index:
-    """Find the files and positions of each tensor.
+    """Build the index of some files: the position of each tensor, or of each of its pieces.
 
     Args:
-        headers: Headers of the files of one kind, by file name.
+        headers: Headers of the files that hold one kind of tensors, by file name.
 
     Raises:
-        ValueError: Pieces do not make up whole tensors, or a tensor is in two files.
+        ValueError: The pieces of a tensor do not make up the whole tensor, or a tensor is in two
+            files.
     """
     pieces: dict[str, list[TensorPiece]] = defaultdict(list)
     seen: set[str] = set()
@@ -134,38 +139,42 @@ def make_index(headers: Mapping[str, Header]) -> Index:
             if name in seen:
                 raise ValueError(f"{name[:100]} is in two files")
             seen.add(name)
-            match = PIECE.fullmatch(name)
+            match = PIECE_NAME.fullmatch(name)
             if match is None:
                 pieces[name].append(TensorPiece(0, entry.rows, entry, file))
             else:
                 pieces[match[1]].append(TensorPiece(int(match[2]), int(match[3]), entry, file))
     index = {}
-    for name, of_tensor in pieces.items():
-        if name not in seen or len(of_tensor) > 1:  # in pieces
-            of_tensor.sort(key=lambda piece: piece.first)
-            _check_pieces(name, of_tensor)
-        like = of_tensor[0]
+    for name, tensor_pieces in pieces.items():
+        # A whole tensor has one entry, under its own name.
+        if name not in seen or len(tensor_pieces) > 1:
+            tensor_pieces.sort(key=lambda piece: piece.first_row)
+            _check_pieces(name, tensor_pieces)
+        like = tensor_pieces[0]
         shape = like.entry.shape
         if shape:
-            shape = [like.total, *shape[1:]]
-        locations = [[piece.entry.rows, piece.file, piece.entry.offset] for piece in of_tensor]
+            shape = [like.total_rows, *shape[1:]]
+        locations = [[piece.entry.rows, piece.file, piece.entry.offset] for piece in tensor_pieces]
         index[name] = [like.entry.dtype, shape, locations]
     return index
 
 
 def _check_pieces(name: str, pieces: Sequence[TensorPiece]) -> None:
-    """Check that pieces in the order of their rows make up a tensor.
+    """Check that the pieces of a tensor make up the whole tensor.
+
+    Args:
+        pieces: The pieces, sorted by their first rows.
 
     Raises:
-        ValueError: They overlap, are incomplete or do not fit each other.
+        ValueError: Pieces overlap, are missing or do not fit each other.
     """
     like = pieces[0]
-    done = 0  # number of rows that have been checked
+    done = 0  # number of rows in the pieces checked so far
     for piece in pieces:
         shape = piece.entry.shape
         fits = (
-            piece.first == done
-            and piece.total == like.total
+            piece.first_row == done
+            and piece.total_rows == like.total_rows
             and piece.entry.dtype == like.entry.dtype
             and shape  # not a scalar
             and shape[0] >= 1
@@ -174,19 +183,23 @@ def _check_pieces(name: str, pieces: Sequence[TensorPiece]) -> None:
         if not fits:
             raise ValueError(f"the pieces of {name[:100]} do not fit each other at row {done}")
         done += shape[0]
-    if done != like.total:
-        raise ValueError(f"the pieces of {name[:100]} have {done} of {like.total} rows")
+    if done != like.total_rows:
+        raise ValueError(f"the pieces of {name[:100]} have only {done} of {like.total_rows} rows")
 
 
-def read_rows(chunks: Chunks, entry: list[Any], first: int = 0, end: int | None = None) -> Tensor:
-    """Read rows of a tensor, by default all. It takes no more memory than the rows.
+def read_rows(
+    chunks: ReadChunks, entry: list[Any], first: int = 0, end: int | None = None
+) -> Tensor:
+    """Read the rows of a tensor from `first` to before `end`. By default, read all rows.
+
+    This takes no more memory than the rows that are read.
 
     Args:
-        chunks: Reads bytes of a file.
-        entry: The tensor's entry in an index.
+        chunks: Reads a part of a file.
+        entry: The entry of the tensor in an index.
 
     Raises:
-        OSError: A file has fewer bytes.
+        OSError: A file has fewer bytes than the index says.
         RuntimeError: The tensor is too large.
     """
     import torch
@@ -195,41 +208,46 @@ def read_rows(chunks: Chunks, entry: list[Any], first: int = 0, end: int | None 
     dtype = getattr(torch, type_name)
     if end is None:
         end = shape[0] if shape else 1
-    width = math.prod(shape[1:]) * dtype.itemsize  # bytes of a row
+    row_bytes = math.prod(shape[1:]) * dtype.itemsize
     tensor = torch.empty([end - first, *shape[1:]] if shape else [], dtype=dtype)
     content = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-    done = 0  # number of bytes read
-    row = 0  # first row of a piece, in the tensor
+    done = 0  # number of bytes read so far
+    piece_row = 0  # position of the piece's first row in the tensor
     for rows, file, offset in locations:
-        begin = max(first, row)
-        stop = min(end, row + rows)
-        if begin < stop and width:
-            size = (stop - begin) * width
-            start = offset + (begin - row) * width
+        begin = max(first, piece_row)
+        stop = min(end, piece_row + rows)
+        if begin < stop and row_bytes:
+            size = (stop - begin) * row_bytes
+            start = offset + (begin - piece_row) * row_bytes
             for chunk in chunks(file, size, start):
                 content[done : done + len(chunk)] = chunk
                 done += len(chunk)
-        row += rows
+        piece_row += rows
     if done != len(content):
         raise OSError(f"{locations[0][1]} has changed while it was read")
     return tensor
 
 
 def check_memory(what: str, size: int) -> None:
-    """Check that files of this size, in bytes, can be read and decoded.
+    """Check that this machine has enough memory to read and decode files.
+
+    Args:
+        what: Name of the files in the error message.
+        size: Size of all files together in bytes.
 
     Raises:
-        MemoryError: They are too large.
+        MemoryError: The files are too large.
     """
-    if 2 * size > installed_memory():  # decoding needs them as bytes and as tensors
+    # While the files are decoded, they are in memory both as bytes and as tensors.
+    if 2 * size > installed_memory():
         raise MemoryError(f"{what} is larger than the memory")
 
 
 def decode(contents: Mapping[str, bytes]) -> dict[str, Tensor]:
-    """Decode safetensors files in memory. Return their tensors by name.
+    """Decode safetensors files that are in memory. Return the tensors in all of them, by name.
 
     Args:
-        contents: The files by name.
+        contents: The contents of the files, by file name.
 
     Raises:
         ValueError, RuntimeError: A file is not a safetensors file, or a piece of a tensor is

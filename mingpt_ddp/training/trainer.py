@@ -212,7 +212,7 @@ class Trainer:
         if policy == "stop" or skips > MAX_CONSECUTIVE_SKIPS:
             # Reports learn from the last record that the run diverged.
             if not math.isfinite(loss_and_norm):
-                self.metrics.log(step, of_run={"train/loss": math.nan})
+                self.metrics.log(step, run_values={"train/loss": math.nan})
             self.saves.manager.wait()
             again = "" if policy == "stop" else f", as did the {skips - 1} before it"
             raise self.anomaly.make_error(f"{message}{again}")

@@ -164,7 +164,7 @@ OTHER_STATE = (
             "late",
             r"hooks\.py:\d+: Last of @acts\('update'\) .*its state holds a weight itself; keep a",
         ),
-        ("pass", "late{RANK}", r"rank 1 has other losses or metrics than rank 0: late0, late1;"),
+        ("pass", "late{RANK}", r"ranks 0 and 1 have different losses or metrics: late0, late1;"),
     ],
     ids=["other state", "a weight itself", "other metrics"],
 )

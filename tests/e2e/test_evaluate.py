@@ -202,7 +202,7 @@ def test_data_that_has_moved(tmp_path):
     code = f"code={ROOT}/examples/toy/toy.py"
     done = evaluate(tmp_path, "data.path=after", code, run="outputs/toy")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "its data has no path; leave data.path out" in done.stderr
+    assert "its data does not have a path; leave out data.path" in done.stderr
 
 
 def test_a_character_that_the_model_does_not_know_is_refused(trained):

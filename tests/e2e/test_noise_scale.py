@@ -212,7 +212,7 @@ class Measured:
         (
             MEASURES.replace('return {"one": 1.0}', "self.calls += 1; return {}"),
             [],
-            "micro_batch changes the state, which must be the same on all ranks; return a value",
+            "micro_batch changes the hook's state, which must be the same on all ranks; return",
         ),
         (
             MEASURES.replace('{"one": 1.0}', "[1.0]"),

@@ -271,7 +271,8 @@ def test_jobs_of_the_same_values_run_in_turn(tmp_path):
     """The first of them trains until the second one waits for it."""
     values = ["optimizer.lr=1e-3,0.001,1e-3,2e-3", "trainer.max_steps=8", TWO]
     held = HeldRun(sweep(*GRID, *values), tmp_path, HOLD)
-    until(held.job, lambda: "job 2 waits: another job has the same values" in held.job.text(), "it")
+    waiting = "job 2 waits for another job with the same values"
+    until(held.job, lambda: waiting in held.job.text(), "it")
     held.resume()
     assert held.wait() == 0, held.job.text()
     assert [*starts(tmp_path / SWEEP).values()] == [1, 1]

@@ -74,14 +74,14 @@ def test_a_plan_for_gpus_that_are_not_here(tmp_path):
     [
         (["optimizr.lr=1"], "config error: optimizr.lr is not a key; did you mean optimizer.lr?"),
         (["format=yaml"], "config error: format=yaml must be text or json"),
-        (["-m", "optimizer.lr=1e-3,1e-4"], "config error: a plan is of one run; leave out -m"),
+        (["-m", "optimizer.lr=1e-3,1e-4"], "config error: plan describes one run; leave out -m"),
         (["data.path=nowhere.txt"], "data error: data.path=nowhere.txt: there is no such file"),
         (["--cfg=model"], "config error: argument --cfg/-c: invalid choice: 'model'"),
         (["plan"], "config error: cannot read 'plan': "),
         (["device=h1000"], "config error: device=h1000 is not known; use one of a100-40gb, "),
         (["device=h100", "nodes=0"], "config error: nodes=0 must be greater than or equal to 1"),
         (["device=h100", "network_gbps=fast"], "config error: network_gbps='fast' must be "),
-        (["nodes=8"], "config error: nodes=8 is for a plan of GPUs; add device=h100"),
+        (["nodes=8"], "config error: nodes=8 needs a device to plan for; add device=h100"),
     ],
 )
 def test_errors_are_those_of_training(args, message, tmp_path):

@@ -78,7 +78,7 @@ def train(
             file, writes the step of the snapshot to `file`, and hangs.
     """
     format.MIN_SHARD_BYTES = part
-    manager.QUICK_S = 0.0 if lag else 60.0  # independent of the load of the machine
+    manager.QUICK_SAVE_S = 0.0 if lag else 60.0  # independent of the load of the machine
     rank, current = int(os.environ["RANK"]), {"step": 0}
     step_changed = threading.Condition()
     report: dict[str, Any] = {"writes": [], "buffers": 0, "restored": None, "error": None}

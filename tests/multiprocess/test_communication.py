@@ -72,7 +72,7 @@ class JobPatch:
         self.patch = pytest.MonkeyPatch()
         if "later not" in name and limit == STEPS:
             # as if sockets had no abstract names
-            self.patch.setattr(shared_memory, "_machine", lambda: None)
+            self.patch.setattr(shared_memory, "_machine_id", lambda: None)
         if "nonfinite" in name:
             self.patch.setattr(
                 GPT, "forward", self.inject_nonfinite_loss(GPT.forward, nonfinite_step=3)

@@ -1,1 +1,1 @@
-"""One module per command: arguments in, exit code out."""
+"""The modules of the commands. Each reads its arguments and returns an exit code."""

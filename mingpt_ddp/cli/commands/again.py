@@ -1,17 +1,17 @@
-"""Train with the configuration that a run has recorded, and with changes.
+"""Train with the recorded configuration of a run, and with changes.
 
     python -m mingpt_ddp again outputs/demo optimizer.lr=3e-4
 
-RUN         a local run directory; its newest config.yaml is used, even if presets have changed since
-key=value   what to change; presets and options of Hydra work as for training
+RUN         a local run directory; its config.yaml is used, even if presets have changed since
+key=value   a change; presets and options of Hydra work as for training
 
-If you change a key that enters the name of a run, this is a new run in a directory of its own. It is named like any
-unnamed run, or by run.name=NAME.
-Otherwise the recorded run itself goes on: to print its result, to reach a larger trainer.max_steps, to log more often.
+If a change concerns a key that is part of a run's name (docs/configuration.md), a new run starts in a new directory. It is
+named like any unnamed run, or by run.name=NAME. Otherwise the recorded run itself continues, for example up to a larger
+trainer.max_steps.
 
-A record does not decide which programs run or where files go. Values that would are left out unless you type them:
-your Python files (code), and the places to which snapshots or logs are sent. If the run needs code that you have not
-typed, the command refuses and names it.
+A record must not decide which programs run, or where files are sent. The paths of your Python files (code) and the
+destinations of snapshots and logs are therefore not taken from the record: give them on the command line. If the run needs
+your code and you have not named it, the command stops and says which file it needs.
 """  # noqa: E501
 
 import sys
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def _words(arguments: list[str]) -> list[str]:
-    """Turn the arguments, a run directory and changes, into the words of a train command."""
+    """Turn the arguments (a run directory, then changes) into the words of a train command."""
     from mingpt_ddp.cli.recorded_preset import store_recorded  # imports Hydra
 
     return store_recorded(arguments[0], arguments[1:])

@@ -1,19 +1,19 @@
-"""Repeat a step of a run, and say which text it learnt from.
+"""Repeat one step of a run, and show the text of that step.
 
     python -m mingpt_ddp at RUN step=1234
 
-RUN        a run directory, or a directory of snapshots; a path or any fsspec URL
-step       a number, or worst for the step with the largest logged loss (with trainer.log_every > 1 that is a mean over
-           steps)
-without    repeat the step without a sequence, by its number in the list, and show loss and norms again
+RUN        path or fsspec URL of a run directory, or of a directory of snapshots
+step       number of the step, or worst for the step with the largest logged loss (with trainer.log_every > 1 each logged
+           loss is the mean of several steps)
+without    number of a sequence in the printed list: repeat the step also without it, and show loss and norms of both
 format     text (the default) or json
 nproc_per_node
-           1 repeats on one rank; by default as many as the run had, or 1 with ddp.reduction=canonical
-words      more of the command line that trains, as in words="--config-dir=DIR model=NAME" for code of yours
+           1 repeats the step on one rank; the default is as many ranks as the run had, or 1 with ddp.reduction=canonical
+words      more words for the command line that trains, such as words="--config-dir=DIR model=NAME" for your own code
 
-Prints source, loss and text of each sequence, with the highest loss first; loss and gradient norms of the step; and
-whether it has the same bits as the run. The run goes on from its newest snapshot before the step, in a temporary
-directory: snapshot.keep_every keeps snapshots for this.
+Prints the source, the loss and the text of each sequence, with the highest loss first. Then prints the loss and the gradient
+norms of the step, and whether the repeated step has the same bits as the original one. Training continues from the newest
+snapshot before the step, in a temporary directory. Set snapshot.keep_every to keep snapshots for this command.
 """  # noqa: E501
 
 import json
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def run(config: AtConfig) -> int:
-    """Repeat a step, and print what was found."""
+    """Repeat a step, and print its sequences, losses and gradient norms."""
     words = split_words(config.words)
     from mingpt_ddp.cli.at import look_at, print_look  # imports torch
     from mingpt_ddp.cli.replay import TEMPORARY

@@ -4,16 +4,17 @@
     torchrun --nproc_per_node=2 -m mingpt_ddp evaluate outputs/demo data.path=other.txt
     python -m mingpt_ddp evaluate outputs/seed1 outputs/seed2 outputs/seed3
 
-snapshot        a run directory, its snapshots or one of them; a path or any fsspec URL that every rank can read;
-                several: the metrics of each, on the text of the first; bits_per_byte compares tokenizers
-step            newest (the default), best (lowest validation loss) or a number
-split           val (the default) or test: all of it, also where training measures only trainer.eval_steps
-data.path       a text to measure instead, as a whole, in the characters that the model knows; or where the data is now
-device          auto (the default: the GPU if there is one), cpu or cuda
-precision       auto (the default: as in training on this device), fp32, bf16 or fp16
+snapshot        path or fsspec URL of a run directory, of its directory of snapshots, or of one snapshot; every rank must be
+                able to read it. If you name several, each model is measured on the text of the first run. Compare models
+                with different tokenizers by bits_per_byte
+step            newest (the default), best (lowest validation loss) or the number of a step
+split           val (the default) or test; the whole split is measured, even if trainer.eval_steps is set
+data.path       another text to measure, as a whole (the model must know its characters), or the present path of the data
+device          auto (the default, uses the GPU if there is one), cpu or cuda
+precision       auto (the default, as in training on this device), fp32, bf16 or fp16
 code            your Python file that registers the task, the model or the dataset, if they are not built in
 
-The metrics are printed as JSON.
+Prints the metrics as JSON.
 """  # noqa: E501
 
 import contextlib
@@ -42,9 +43,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OF_TOKENS = ("tokenizer", "vocab_size", "end_token", "block_size")  # keys of data
-OF_TEXTS = ("path", "sources", "val_paths", "split_paths")  # keys of data with URLs
-OF_DATA = ("text", "data")  # keys of a state with the SHA-256 of the data
+TOKEN_KEYS = ("tokenizer", "vocab_size", "end_token", "block_size")  # keys of data
+URL_KEYS = ("path", "sources", "val_paths", "split_paths")  # keys of data that contain URLs
+# Keys of a snapshot's state, one of which holds the SHA-256 of the data.
+STATE_KEYS_OF_DATA = ("text", "data")
 
 
 @dataclass(frozen=True)
@@ -85,17 +87,17 @@ def _command(config: EvaluateConfig) -> int:
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, dict[str, float]]:
-    """Return the metrics of each snapshot by its URL.
+    """Measure each snapshot, and return its metrics by its URL.
 
-    A collective of all ranks that a launcher has started.
+    This is a collective operation: all ranks that a launcher has started call it.
 
     Raises:
-        SnapshotError: there is no snapshot, no model can be built from it, or the snapshots do not
-            compare.
-        DataError: the data is not there, has changed, or has characters that the model does not
+        SnapshotError: There is no snapshot, no model can be built from it, or the snapshots are not
+            comparable.
+        DataError: The data is missing or has changed, or it has characters that the model does not
             know.
     """
-    # torch takes a second to import: only after the keys are validated.
+    # torch takes a second to import, so import it only after the keys are validated.
     from mingpt_ddp.distributed.runtime import Runtime
     from mingpt_ddp.models import move_model
     from mingpt_ddp.snapshots.read.load import load
@@ -132,7 +134,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, dict[str, float]]:
 
 
 def _adopt(task: "Task", config: EvaluateConfig, url: str, state: Any) -> None:
-    """Prepare a task for the model of a snapshot, whose state is untrusted."""
+    """Prepare a task for the model of a snapshot. The state of the snapshot is untrusted."""
     try:
         task.adopt(state, is_other_data=config.data_path is not None)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -143,7 +145,7 @@ def _build(task: "Task", run_config: Config, tensors: dict[str, "Tensor"]) -> "n
     from mingpt_ddp.snapshots.read.load_model import build_around
     from mingpt_ddp.snapshots.state_dict import load_model_state
 
-    if is_user_defined("task", run_config.task.name):  # it may build the model itself
+    if is_user_defined("task", run_config.task.name):  # the task may build the model itself
         model = task.build_model()
         load_model_state(model, tensors)
         return model
@@ -151,10 +153,13 @@ def _build(task: "Task", run_config: Config, tensors: dict[str, "Tensor"]) -> "n
 
 
 def _run_config(config: EvaluateConfig, url: str, state: Any, first: Any = None) -> Config:
-    """Return the configuration of the snapshot's run, from an untrusted state, for this machine.
+    """Adapt the configuration of a snapshot's run to this machine and this command.
 
     Args:
-        first: State of the snapshot whose text is measured, if it is another one. Also untrusted.
+        url: URL of the snapshot, for messages.
+        state: State of the snapshot. Untrusted.
+        first: State of the snapshot whose text is measured, also untrusted. None if this snapshot
+            is measured on its own text.
     """
     try:
         recorded = without_unknown(state["config"])
@@ -164,22 +169,22 @@ def _run_config(config: EvaluateConfig, url: str, state: Any, first: Any = None)
             "precision": config.precision,
             "eval_steps": None,
         }
-        # An evaluation follows no schedule, which the user's code may have registered.
+        # An evaluation needs no schedule. The recorded one may belong to the user's code.
         values["optimizer"] |= {"schedule": "constant", "schedule_settings": None}
         values |= {"ddp": {}, "snapshot": {}}
         if first is not None:
             _measure_like(values, first["config"])
             if config.data_path is None and _data_sha256(state) != _data_sha256(first):
                 raise ValueError(
-                    f"it has other data than {config.snapshot[0]}; measure it alone, or all on a "
-                    "text: data.path=..."
+                    f"its data differs from the data of {config.snapshot[0]}; measure it alone, or "
+                    "measure all snapshots on the same text: data.path=..."
                 )
         if config.data_path is None:
             values = with_data_format(values)
         data = values["data"]
-        given: dict[str, Any] = {"cache_dir": None, "num_workers": 0}  # for this machine
+        given: dict[str, Any] = {"cache_dir": None, "num_workers": 0}  # defaults for this machine
         if config.data_path is not None:
-            check("path" in data, "its data has no path; leave data.path out")
+            check("path" in data, "its data does not have a path; leave out data.path")
             given |= {
                 "path": config.data_path,
                 "sha256": None,
@@ -188,16 +193,20 @@ def _run_config(config: EvaluateConfig, url: str, state: Any, first: Any = None)
                 "val_paths": None,
                 "split_paths": None,
             }
-        if data.get("tokenizer") not in ("char", "byte"):  # that of the snapshot is used
+        if data.get("tokenizer") not in ("char", "byte"):
+            # The task uses the tokenizer in the snapshot, not the recorded path of a tokenizer.
             given["tokenizer"] = "bpe"
-        paths = [{**data, **given}.get(key) for key in OF_TEXTS]
-        check("::" not in json.dumps(paths), "a chain of URLs is not followed; give data.path")
+        paths = [{**data, **given}.get(key) for key in URL_KEYS]
+        check(
+            "::" not in json.dumps(paths),
+            "its data is a chain of URLs, which this command does not open; set data.path",
+        )
         data |= {key: value for key, value in given.items() if key in data}
         return from_mapping(values)
     except NotRegisteredError as error:
         raise SnapshotError(
-            f"the snapshot of {url} needs code of yours: {error.args[0]}; name the Python file "
-            "that registers it, if you trust it, as in code=my_project/mine.py"
+            f"the snapshot of {url} needs your own code: {error.args[0]}; if you trust the Python "
+            "file that registers it, name the file, as in code=my_project/mine.py"
         ) from error
     except (ConfigError, LookupError, TypeError, ValueError, AttributeError) as error:
         message = str(error.args[0]) if error.args else type(error).__name__
@@ -205,15 +214,21 @@ def _run_config(config: EvaluateConfig, url: str, state: Any, first: Any = None)
 
 
 def _data_sha256(state: Any) -> list[Any]:
-    """Return the SHA-256 of the data, or [] if the task records none. The state is untrusted."""
-    return [state[key]["sha256"] for key in OF_DATA if key in state]
+    """Return the SHA-256 of the data, or [] if the state has none. The state is untrusted."""
+    return [state[key]["sha256"] for key in STATE_KEYS_OF_DATA if key in state]
 
 
 def _measure_like(values: dict[str, Any], first: Any) -> None:
-    """Measure a run on the same split of the same text as the first, with its own tokenizer.
+    """Change a run's values so that it is measured on the text and the split of the first run.
+
+    The run keeps its own tokenizer.
+
+    Args:
+        values: Configuration of the run by group. Changed in place.
+        first: Recorded configuration of the first run.
 
     Raises:
-        ValueError: The tasks differ.
+        ValueError: The two runs have different tasks.
     """
     data = values["data"]
     default = DEFAULT_CHOICE["task"]
@@ -221,8 +236,8 @@ def _measure_like(values: dict[str, Any], first: Any) -> None:
     expected = first.get("task", {}).get("name", default)
     if name != expected:
         raise ValueError(
-            f"task.name={name} does not compare with task.name={expected}; measure it alone"
+            f"task.name={name} cannot be compared with task.name={expected}; measure it alone"
         )
-    if "block_size" in data:  # a text
-        kept = {key: data[key] for key in OF_TOKENS if key in data}
+    if "block_size" in data:  # the data is a text
+        kept = {key: data[key] for key in TOKEN_KEYS if key in data}
         values["data"] = {**first["data"], "end_token": False, **kept}

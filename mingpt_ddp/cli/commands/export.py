@@ -1,4 +1,4 @@
-"""Write the model of a snapshot to a new directory, in a form that other programs read."""
+"""Write the model of a snapshot to a new directory, in a format that other programs read."""
 
 import itertools
 import os
@@ -31,43 +31,44 @@ class ExportConfig:
     def __post_init__(self) -> None:
         check(
             self.license is None or _is_license(self.license),
-            f"license={self.license} must be an identifier in lower case, as in apache-2.0 or mit",
+            f"license={self.license} must be an identifier in lower case, such as apache-2.0 or "
+            "mit",
         )
         is_local = bool(self.to.strip()) and "://" not in self.to
         check(is_local, f"to={self.to} must be a new local directory")
 
 
 def _is_license(text: str) -> bool:
-    """Return whether a text is an identifier, and one that YAML reads as text, unlike `no`."""
+    """Return True if a text is an identifier that YAML reads as text. YAML reads `no` as false."""
     is_identifier = re.fullmatch(r"[a-z][a-z0-9.-]{1,49}", text)
     return bool(is_identifier) and type(yaml.safe_load(text)) is str
 
 
 def _is_among_snapshots(target: Path) -> bool:
-    """Return whether a directory would stand where a run keeps its snapshots."""
+    """Return True if a directory would be in a place where a run keeps its snapshots."""
     path = target.resolve()
     for child, parent in itertools.pairwise([path, *path.parents]):
-        is_named_alike = child.name == "snapshots" or step_of(child.name) is not None
-        is_of_run = is_named_alike and (parent / "config.yaml").exists()
-        if is_of_run or any(parent.glob(f"step_*/{MANIFEST}")):
+        has_snapshot_name = child.name == "snapshots" or step_of(child.name) is not None
+        belongs_to_run = has_snapshot_name and (parent / "config.yaml").exists()
+        if belongs_to_run or any(parent.glob(f"step_*/{MANIFEST}")):
             return True
     return False
 
 
 def export(config: ExportConfig) -> int:
     """Write the weights and their description to a new directory, atomically."""
-    # torch takes a second to import: only after the keys are validated.
+    # torch takes a second to import, so import it only after the keys are validated.
     from mingpt_ddp.snapshots.exports.export_files import export_files
 
     target = Path(config.to)
     check(not os.path.lexists(target), f"to={config.to} already exists; name a new directory")
     check(
         not _is_among_snapshots(target),
-        f"to={config.to} is among the snapshots of a run, and would be taken for one; name a "
+        f"to={config.to} is among the snapshots of a run, and would look like one of them; name a "
         "directory elsewhere",
     )
     step, files = export_files(config.url, config.step, config.format, config.license)
-    raise_interrupts()  # so that the unfinished export is deleted
+    raise_interrupts()  # so that Ctrl-C deletes the unfinished export
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         for name, content in files.items():

@@ -1,18 +1,18 @@
-"""Plan a run without training it.
+"""Show the length, the memory and the doubtful settings of a run, without training it.
 
     python -m mingpt_ddp plan model=gpt_mini trainer.max_epochs=10 ddp.nproc_per_node=2 [format=json]
     python -m mingpt_ddp plan model=gpt2 device=h100 ddp.nproc_per_node=8 [nodes=8] [network_gbps=400] [vocab_size=50257]
 
-group.key=value     as for training: the same presets, keys and errors
-format              text (the default) or json, in bytes and seconds
-device              GPUs to plan for instead of this machine: a100-40gb, a100-80gb, h100, h200, b200, l40s or 4090
-nodes               machines with ddp.nproc_per_node of them each (1)
-network_gbps        what a machine sends to others, all its adapters together, in gigabits per second (400)
-vocab_size          tokens of the vocabulary, instead of the text's own
+group.key=value     presets and keys as for training
+format              text (the default) or json, with sizes in bytes and times in seconds
+device              plan for these GPUs instead of this machine: a100-40gb, a100-80gb, h100, h200, b200, l40s or 4090
+nodes               number of machines, each with ddp.nproc_per_node GPUs (1)
+network_gbps        bandwidth from one machine to the others, of all its adapters together, in gigabits per second (400)
+vocab_size          size of the vocabulary, instead of the size that the text gives
 
-Prints the model and the length of the run, the memory of each strategy, the batch at other numbers of ranks, and what
-looks doubtful. The table of strategies comes from formulas. Without device=, one rank also trains 20 steps to time them.
-No run directory is written.
+Prints the model, the length of the run, the memory that each strategy needs, the batch at other numbers of ranks, and
+settings that look doubtful. The memory comes from formulas. Without device=, one rank also trains 20 steps, to measure
+their time. The command writes no run directory.
 """  # noqa: E501
 
 import json
@@ -58,7 +58,7 @@ def main() -> None:
         form = values.pop("format", "text")
         check(form in FORMATS, f"format={form} must be text or json")
         target = _target(values)
-        check(not {"-m", "--multirun"} & {*words}, "a plan is of one run; leave out -m")
+        check(not {"-m", "--multirun"} & {*words}, "plan describes one run; leave out -m")
         composed: list[DictConfig] = []
 
         def plan(cfg: DictConfig) -> None:
@@ -68,7 +68,7 @@ def main() -> None:
         try:
             text = hydra_utils.run_hydra(plan)
         except Exception as error:
-            if composed or isinstance(error, ConfigError):  # not from Hydra
+            if composed or isinstance(error, ConfigError):  # Hydra did not raise this error
                 raise
             raise ConfigError(explain(error)) from error
         if text:
@@ -92,13 +92,13 @@ def _split(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
 
 @dataclass(frozen=True)
 class Target(Machine):
-    """The GPUs to plan for, and the model there."""
+    """The GPUs to plan for, and a vocabulary size that replaces the size from the text."""
 
-    vocab_size: PositiveInt | None = None  # replaces the vocabulary size of the text
+    vocab_size: PositiveInt | None = None
 
 
 def _target(texts: dict[str, str]) -> Target | None:
-    """Return the GPUs to plan for, if any.
+    """Return the GPUs to plan for. Return None to plan for this machine.
 
     Raises:
         ConfigError: A value is invalid, or device= is missing.
@@ -106,16 +106,16 @@ def _target(texts: dict[str, str]) -> Target | None:
     if not texts:
         return None
     first, text = next(iter(texts.items()))
-    check("device" in texts, f"{first}={text} is for a plan of GPUs; add device=h100")
+    check("device" in texts, f"{first}={text} needs a device to plan for; add device=h100")
     values = {key: parse_value(text) for key, text in texts.items()}
     values["device"] = texts["device"].lower()
     return build(Target, values, "")
 
 
 def _print_plan(cfg: DictConfig, as_json: bool, target: Target | None) -> None:
-    with cli_errors(), attribute_errors_to_user_code():  # Hydra would print a line of its own
+    with cli_errors(), attribute_errors_to_user_code():  # Hydra would print its own lines
         job = checked_job(resolve(cfg))
-        # torch takes a second to import: report a mistyped key first
+        # torch takes a second to import, so report a mistyped key first.
         from mingpt_ddp.study.planning.plan import make_plan
 
         vocab_size = target.vocab_size if target else None
@@ -124,7 +124,7 @@ def _print_plan(cfg: DictConfig, as_json: bool, target: Target | None) -> None:
 
 
 def describe(plan: dict[str, Any]) -> str:
-    """Return a plan as text."""
+    """Format a plan as text."""
     model, length, batch = plan["model"], plan["length"], plan["batch"]
     unit = length["unit"]
     size = f"{model['name']}: {model['parameters']:,} parameters"
@@ -139,7 +139,11 @@ def describe(plan: dict[str, Any]) -> str:
         ("model", size),
         ("length", f"{steps}; {model['items_per_parameter']:.3g} {unit} per parameter"),
         ("batch", f"{micro}, {batch['items']:,} {unit} per step"),
-        ("snapshots", f"{human_size(saves['bytes'])} each; {human_size(saves['kept_bytes'])} stay"),
+        (
+            "snapshots",
+            f"{human_size(saves['bytes'])} each; {human_size(saves['kept_bytes'])} for all that "
+            "are kept",
+        ),
     ]
     if times := plan["measured"]:
         mfu = f" (MFU {times['mfu']:.1%})" if times["mfu"] else ""
@@ -147,8 +151,8 @@ def describe(plan: dict[str, Any]) -> str:
         total = _duration(times["total_s"])
         rows += [
             ("time", f"{total}: steps of {times['step_s']:.3g} s{mfu}, {evaluations}"),
-            ("", f"{times['items_per_s']:,.0f} {unit}/s; one rank alone, without communication"),
-            ("", f"peak of this process: {human_size(times['peak_bytes'])}"),
+            ("", f"{times['items_per_s']:,.0f} {unit}/s; measured on one rank, no communication"),
+            ("", f"peak memory of this process: {human_size(times['peak_bytes'])}"),
         ]
     lines = [f"{name:<11}{text}" for name, text in rows]
     lines += ["", *_strategy_lines(plan), "", *_rank_lines(plan["world_sizes"]), ""]
@@ -160,7 +164,7 @@ def describe(plan: dict[str, Any]) -> str:
 
 
 def _strategy_lines(plan: dict[str, Any]) -> list[str]:
-    """Return a table of the needs of each strategy, then the reasons why others cannot run."""
+    """Format a table of the memory and time of each strategy, and reasons why some cannot run."""
     table = {name: row for name, row in plan["strategies"].items() if "passes" in row}
     kinds = [kind for kind in KINDS if any(row[f"{kind}_bytes"] != 0 for row in table.values())]
     rows = [("strategy", "peak", *kinds, "largest", "sends", "step at peak", "limit")]
@@ -183,14 +187,15 @@ def _strategy_lines(plan: dict[str, Any]) -> list[str]:
     lines = [*table_lines(rows, left=(0,)), ""]
     lines += [f"{name}: {r['reason']}" for name, r in plan["strategies"].items() if r["reason"]]
     lines.append(
-        f"a rank has {human_size(plan['memory_bytes'])}; peaks are those of eager steps on a GPU, "
-        "within 10%, without CUDA's own 0.5 GiB, NCCL's buffers and fragmentation"
+        f"each rank has {human_size(plan['memory_bytes'])} of memory; the peaks hold within 10% "
+        "for steps on a GPU without torch.compile; CUDA itself needs 0.5 GiB more, and NCCL's "
+        "buffers and fragmentation also add to them"
     )
     return lines
 
 
 def _rank_lines(world_sizes: list[dict[str, Any]]) -> list[str]:
-    """Return a table of the batch at other numbers of ranks, then those that cannot train."""
+    """Format a table of the batch at other numbers of ranks, and errors of numbers that fail."""
     rows: list[tuple[str, ...]] = [HEADINGS]
     errors = []
     for row in world_sizes:

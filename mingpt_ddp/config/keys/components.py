@@ -1,7 +1,7 @@
 """The keys of the task and the data, which users can extend with a Python file.
 
-So can they the model, in model_config.py, and the optimizer, in optimizer_config.py. The table of
-all groups is in schema.py.
+Users can also extend the keys of the model (model_config.py) and of the optimizer
+(optimizer_config.py). The table of all groups is in schema.py.
 """
 
 # ruff: noqa: RUF009  key() returns a dataclass field
@@ -24,107 +24,121 @@ from mingpt_ddp.config.keys.fields import (
 )
 from mingpt_ddp.config.validation import check, check_directory, check_url
 
-GIVEN_SPLITS = ("val", "test")  # which may have texts of their own
-MIN_BPE = 257  # tokens: all bytes, and one that is learnt
-BUILTIN_PREFIX = "builtin:"  # of a text that ships with Python
+SPLITS_WITH_OWN_TEXT = ("val", "test")  # the keys of data.split_paths
+MIN_BPE_VOCAB_SIZE = 257  # all 256 bytes, and one learnt token
+BUILTIN_PREFIX = "builtin:"  # begins the path of a text that ships with Python
 Form: TypeAlias = Literal["auto", "text", "jsonl", "parquet", "csv", "tokens"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserCodeConfig:
-    """A group that users can extend with their own Python file (mingpt_ddp/config/builders.py)."""
+    """Base of the groups that a user's Python file can extend (mingpt_ddp/config/builders.py)."""
 
-    code: str | None = neutral(None, "your Python file, relative to the YAML file that names it")
+    code: str | None = neutral(
+        None, "Your Python file to load, relative to the YAML file that names it."
+    )
 
     def __post_init__(self) -> None:
-        """Check what several keys must satisfy together; subclasses override this."""
+        """Check conditions that involve several keys. Subclasses override this."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig(UserCodeConfig):
-    """What the model learns: batch -> loss and metrics (mingpt_ddp/tasks)."""
+    """The task, which computes loss and metrics of a batch (mingpt_ddp/tasks)."""
 
     name: str = key(
         "language_model",
-        "the registered task: language_model or your own",
+        "Task to train: language_model, or the name that your code registers.",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassesConfig(TaskConfig):
-    """A task whose targets are classes: the next token, or a label."""
+    """The task to learn. Its targets are classes: the next token, or a label."""
 
     label_smoothing: DecayFactor = key(
-        0.0, "share of a target spread over all classes, in training alone"
+        0.0, "Share of each target that is spread over all classes. Applies to training only."
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(UserCodeConfig):
-    """Which text, and how it is split and cut into windows (mingpt_ddp/data/dataset.py)."""
+    """The text to train on, its splits, and its windows (mingpt_ddp/data/dataset.py)."""
 
     name: str | None = neutral(
-        None, "a label for directories and logs; null: the file name of path"
+        None, "Label of the text in directory names and logs. null uses the file name of data.path."
     )
     path: str | None = key(
-        None, "a file, any fsspec URL, or builtin:python_docs; a reader may read it otherwise"
+        None,
+        "Text to train on: a file, a directory, any fsspec URL, or builtin:python_docs. Your "
+        "own reader may interpret it differently.",
     )
     format: Form = neutral(
         "auto",
-        "text, jsonl, parquet, csv or tokens; auto: by name or content, at the first start; text "
-        "takes any UTF-8 as it is",
+        "Format of the text. auto detects it from the name or the content at the first start."
+        " text reads any UTF-8 file as it is.",
         changes="training",
     )
     column: str | None = key(
-        None, "of jsonl, parquet and csv, that holds the texts; null: the only one of strings"
+        None,
+        "Column of a jsonl, parquet or csv file that holds the texts. null uses the only "
+        "column of strings.",
     )
-    sha256: str | None = key(None, "expected SHA-256 of the text (docs/data.md); null: any content")
-    block_size: PositiveInt = key(64, "context length", "tokens")
+    sha256: str | None = key(
+        None, "Expected SHA-256 of the text (docs/data.md). null accepts any text."
+    )
+    block_size: PositiveInt = key(64, "Context length.", "tokens")
     stride: PositiveInt | None = key(
-        None, "between the starts of windows; null: block_size", "tokens"
+        None, "Distance between the starts of two windows. null uses data.block_size.", "tokens"
     )
     train_split: Annotated[float, Field(gt=0, lt=1)] = key(
-        0.9, "share of the text to train on, from its start"
+        0.9, "Share of the text to train on, from its start."
     )
     test_split: Annotated[float, Field(ge=0, lt=1)] = key(
-        0.0, "share of the text to test on once, at its end"
+        0.0, "Share of the text, at its end, that is measured once after training."
     )
-    truncate: UnitInterval = key(1.0, "share of the text to use at all, from its start")
+    truncate: UnitInterval = key(1.0, "Share of the text to use at all, from its start.")
     cache_dir: str | None = neutral(
-        None, "local directory of encoded texts; null: the user's cache directory"
+        None, "Local directory for encoded texts. null uses the user's cache directory."
     )
     verify: Literal["auto", "always"] = neutral(
         "auto",
-        "always: hash all files at every start; auto: those that have changed, by size, times "
-        "and inode",
+        "always hashes all files at every start. auto hashes only files whose size, times or "
+        "inode have changed.",
     )
-    reader: str | None = key(None, "your registered function from path to text; null: UTF-8")
+    reader: str | None = key(
+        None,
+        "Your registered function that turns a path into text. null uses the built-in readers.",
+    )
     tokenizer: str = key(
-        "char", "char, byte, bpe (trained on the training split), or the path of a tokenizer.json"
+        "char", "char, byte, bpe (trained on the training split), or the path of a tokenizer.json."
     )
     end_token: bool = key(
         False,
-        "end each document with a token of its own: a record, a file of several, or a piece that a "
-        "reader yields",
+        "Add a special token at the end of each document. A document is a record, one of "
+        "several files, or a piece that your reader yields.",
     )
     vocab_size: Annotated[int, Field(ge=1, le=1 << 20)] | None = key(
         None,
-        "of bpe, from 257 on; null: 4096. Of format=tokens without a tokenizer",
+        "Size of the vocabulary. For bpe: 257 or more; null means 4096. Required for "
+        "data.format=tokens without a tokenizer.",
         "tokens",
     )
     dtype: Literal["uint16", "uint32"] | None = key(
-        None, "of the tokens of format=tokens in files without a header"
+        None, "For data.format=tokens: type of the numbers in files without a header."
     )
     sources: list[tuple[str, PositiveFloat]] | None = key(
         None,
-        "texts instead of path, as [[a.txt,3],[texts/,1]]: windows are drawn from them by "
-        "these weights",
+        "Several texts with weights, instead of data.path: [[a.txt,3],[texts/,1]]. Windows "
+        "are drawn from each text in proportion to its weight.",
     )
     val_paths: dict[str, str] | None = neutral(
-        None, "further validation texts by name, as {wiki: wiki.txt}", changes="measurement"
+        None, "Additional validation texts by name, as in {wiki: wiki.txt}.", changes="measurement"
     )
     split_paths: dict[str, str] | None = key(
-        None, "texts to validate and to test on instead of shares, as {val: a.txt, test: b.txt}"
+        None,
+        "Separate texts for validation and test, instead of shares of data.path, as in {val: "
+        "a.txt, test: b.txt}.",
     )
 
     def __post_init__(self) -> None:
@@ -132,7 +146,7 @@ class DataConfig(UserCodeConfig):
         val_paths = self.val_paths or {}
         check(
             (self.path, self.sources, self.reader) != (None, None, None),
-            "data.path is missing; give a text, or several as data.sources",
+            "data.path is missing; set it to a text, or set data.sources to several texts",
         )
         if self.path is not None:
             check_url("data.path", self.path)
@@ -145,29 +159,34 @@ class DataConfig(UserCodeConfig):
             check_directory("data.cache_dir", self.cache_dir)
         self._check_tokens()
         check(
-            self.sources != [], "data.sources is empty; give pairs of a path and a weight, or null"
+            self.sources != [],
+            "data.sources is empty; set it to pairs of a path and a weight, or to null",
         )
         check(
             self.column is None or self.format != "text" or self.reader is not None,
-            f"data.column={self.column} needs a table; data.format=text reads texts as they are",
+            f"data.column={self.column} needs a table, but data.format=text reads the whole file "
+            "as text; leave one of them out",
         )
         check(
             self.reader is None or self.format in ("auto", "text"),
-            f"data.reader={self.reader} reads its text itself; leave out data.format={self.format}",
+            f"data.reader={self.reader} decides itself how to read; leave out "
+            f"data.format={self.format}",
         )
         total = sum(weight for _, weight in sources)
         check(
             math.isfinite(total),
-            "the weights of data.sources have no finite sum; give smaller ones, as in 3 and 1",
+            "the sum of the weights in data.sources is too large; use smaller weights, such as 3 "
+            "and 1",
         )
         check(
             not (self.sources and self.sha256),
-            "data.sha256 is of data.path; set it to null with data.sources",
+            "data.sha256 is the hash of data.path; set it to null with data.sources",
         )
         for name in val_paths:
             check(
                 name.isidentifier() and name.isascii(),
-                f"data.val_paths.{name}: a name is of letters, digits and _",
+                f"data.val_paths.{name}: the name must consist of letters, digits and _, and not "
+                "begin with a digit",
             )
         check(
             self.train_split + self.test_split < 1,
@@ -184,15 +203,15 @@ class DataConfig(UserCodeConfig):
         given = self.split_paths or {}
         for name, path in given.items():
             check(
-                name in GIVEN_SPLITS,
-                f"data.split_paths.{name}: a split is val or test; the training text is data.path, "
-                "further texts to validate on are data.val_paths",
+                name in SPLITS_WITH_OWN_TEXT,
+                f"data.split_paths.{name}: the split must be val or test; set the training text "
+                "as data.path, and additional validation texts as data.val_paths",
             )
             check_url(f"data.split_paths.{name}", path)
         check(
             not (given and self.test_split),
-            f"data.test_split={self.test_split} does not go with data.split_paths; name the test "
-            "text there, as test: b.txt",
+            f"data.test_split={self.test_split} cannot be combined with data.split_paths; name "
+            "the test text there, as in {test: b.txt}",
         )
 
     def _check_tokens(self) -> None:
@@ -204,17 +223,21 @@ class DataConfig(UserCodeConfig):
             f"data.vocab_size={size} needs data.tokenizer=bpe, or data.format=tokens without a "
             "data.tokenizer",
         )
-        is_too_small = self.tokenizer == "bpe" and size is not None and size < MIN_BPE
-        check(not is_too_small, f"data.vocab_size={size} of bpe must be {MIN_BPE} or more")
+        is_too_small = self.tokenizer == "bpe" and size is not None and size < MIN_BPE_VOCAB_SIZE
+        check(
+            not is_too_small,
+            f"data.vocab_size={size} must be {MIN_BPE_VOCAB_SIZE} or more with data.tokenizer=bpe",
+        )
         check(self.dtype is None or is_tokens, f"data.dtype={self.dtype} needs data.format=tokens")
         check(
             not (is_tokens and self.reader),
-            f"data.reader={self.reader} yields text; leave it out with data.format=tokens",
+            f"data.reader={self.reader} yields text, not tokens; leave it out with "
+            "data.format=tokens",
         )
 
     @property
     def source(self) -> str:
-        """The key that says where the one text is, with its value, for messages."""
+        """The key that locates the text, with its value, for messages: data.path=a.txt."""
         if self.path is None:
             return f"data.reader={self.reader}"
         return f"data.{'sources' if self.sources else 'path'}={self.path}"
@@ -234,14 +257,18 @@ class DataConfig(UserCodeConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetConfig(UserCodeConfig):
-    """The keys of every map-style dataset of samples, which users register (mingpt_ddp/data)."""
+    """The keys of every map-style dataset that a user's code registers (mingpt_ddp/data)."""
 
-    name: str = neutral(..., "a label for directories and logs")
-    dataset: str = key(..., "the dataset to build, which your code registers")
+    name: str = neutral(..., "Label of the dataset in directory names and logs.")
+    dataset: str = key(..., "Name of the dataset, which your code registers.")
     num_workers: NonNegativeInt = neutral(
-        0, "processes per rank that load samples, at most 16 per core; 0: the rank"
+        0,
+        "Number of processes per rank that load samples, at most 16 per core. 0 loads them in"
+        " the rank itself.",
     )
-    pin_memory: bool = neutral(True, "load batches into page-locked memory, for a GPU")
+    pin_memory: bool = neutral(
+        True, "Load batches into page-locked memory, from which a GPU copies faster."
+    )
 
     @property
     def label(self) -> str:

@@ -1,4 +1,4 @@
-"""Building blocks of the schema: types with bounds, and the metadata of a key."""
+"""Building blocks of the schema: types with bounds, and functions that describe a key."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,11 +12,12 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 UnitInterval = Annotated[float, Field(gt=0, le=1)]
-DecayFactor = Annotated[float, Field(ge=0, lt=1)]  # of a moving average, per step
-LearningRate = Annotated[PositiveFloat, Field(ge=1e-30, le=1e30)]  # fp32 holds its products
+DecayFactor = Annotated[float, Field(ge=0, lt=1)]  # decay of a moving average per step
+# The bounds keep products of a learning rate within the range of fp32.
+LearningRate = Annotated[PositiveFloat, Field(ge=1e-30, le=1e30)]
 
 
-# What a key changes: a run's results, their last bits, or none of them.
+# How a key changes the results of a run. The docstring of `key` explains the values.
 Effect: TypeAlias = Literal["training", "rounding", "end", "measurement", "nothing"]
 
 
@@ -28,13 +29,16 @@ def key(
     in_name: bool = True,
     changes: Effect = "training",
 ) -> Any:
-    """Describe a key, as in `log_every: PositiveInt = key(10, "between two log lines", "steps")`.
+    """Describe a key, as in `log_every: PositiveInt = key(10, "Interval of log lines.", "steps")`.
 
     Args:
-        default: ... if the key is required.
-        in_name: whether it enters the name of an unnamed run.
-        changes: "training": what a step computes; "rounding": the last bits of that alone; "end":
-            the step at which the run ends; "measurement": what its evaluations measure; "nothing".
+        default: Default value, or ... if the key is required.
+        description: Sentences for docs/configuration.md and --help.
+        unit: Unit of the value, such as steps. "" if it has none.
+        in_name: True if the key is part of the hash in the name of an unnamed run.
+        changes: Effect of the key on results. "training" changes the computation of a step,
+            "rounding" only the last bits of its result. "end" changes the step at which the run
+            ends, "measurement" the numbers that evaluations measure. "nothing" changes no result.
     """
     extra = {"unit": unit, "in_name": in_name, "changes": changes}
     return dataclasses.field(
@@ -47,12 +51,12 @@ neutral = partial(key, in_name=False, changes="nothing")
 
 
 def enters_name(field: dataclasses.Field[Any]) -> bool:
-    """Return whether a key enters the name of an unnamed run; keys that users register do."""
+    """Return True if a key is part of an unnamed run's name. Keys that users register are."""
     return bool(field.metadata.get("json_schema_extra", {"in_name": True})["in_name"])
 
 
 def describe(metadata: Mapping[str, Any]) -> str:
-    """Return a key's unit and the first clause of its description."""
+    """Return the unit of a key, and its description up to the first semicolon."""
     unit = metadata["json_schema_extra"]["unit"]
     meaning = metadata["description"].partition(";")[0]
     return f"{unit}: {meaning}" if unit else meaning

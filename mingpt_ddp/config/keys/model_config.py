@@ -1,4 +1,4 @@
-"""The keys of the models and of the parts of their blocks, which users can extend."""
+"""The keys of the models and of the parts in their blocks. Users can extend both."""
 
 # ruff: noqa: RUF009  key() returns a dataclass field
 from collections.abc import Mapping
@@ -17,42 +17,49 @@ from mingpt_ddp.config.validation import build, check, check_choice, field_types
 class ModelConfig(UserCodeConfig):
     """The keys of every model."""
 
-    name: str = neutral(..., "a label for directories and logs")
-    architecture: str = key(..., "the registered model to build: gpt, modern or your own")
+    name: str = neutral(..., "Label of the model in directory names and logs.")
+    architecture: str = key(
+        ..., "Model to build: gpt, modern, or the name that your code registers."
+    )
 
 
 @dataclass(frozen=True)
 class PartConfig:
-    """The keys of a part of your own in the blocks of a decoder: model.part_settings."""
+    """Base for the keys of your own part of a decoder's block, set by model.part_settings."""
 
 
-# The registered parts of a block by kind and name. Without a name the architecture has its own.
+# The registered parts of a block, by kind and name. If a key such as model.mlp is null, the
+# architecture uses its own part.
 PARTS: dict[str, dict[str | None, type]] = {
     "attention": {},
     "mlp": {},
     "norm": {},
     "activation": dict.fromkeys(("gelu", "gelu_tanh", "relu_squared"), PartConfig),
 }
-ACTIVATION = "of the MLP: gelu, gelu_tanh (GPT-2's), relu_squared or your own"
-# The activations of an architecture, which other programs know.
+ACTIVATION = (
+    "Activation of the MLP: gelu, gelu_tanh (as in GPT-2), relu_squared, or the name that your "
+    "code registers."
+)
+# The activations that belong to an architecture, so that other programs support them.
 OWN_ACTIVATIONS = {"gpt": ("gelu", "gelu_tanh"), "modern": ("relu_squared",)}
 
 
 def changed_parts(model: Mapping[str, Any]) -> list[str]:
-    """Return the parts that are not the architecture's own, as in [model.mlp=mine].
+    """List the parts that are not the architecture's own, as in [model.mlp=mine].
 
     Args:
-        model: the group `model`, perhaps untrusted.
+        model: The keys of the group `model`. They may be untrusted.
     """
     activations = OWN_ACTIVATIONS.get(str(model["architecture"]))
-    if activations is None:  # not a decoder of blocks; its keys may have these names
+    if activations is None:
+        # The user's own model is not made of these blocks. Its keys may have the same names.
         return []
     known = (None, *activations)
     return [f"model.{kind}={model[kind]}" for kind in PARTS if model.get(kind) not in known]
 
 
 def model_label(model: ModelConfig) -> str:
-    """Return what is built, for messages: gpt, or gpt with model.mlp=mine."""
+    """Describe a model for messages: gpt, or gpt with model.mlp=mine."""
     return " with ".join([model.architecture, *changed_parts(vars(model))])
 
 
@@ -60,22 +67,24 @@ def model_label(model: ModelConfig) -> str:
 class TransformerConfig(ModelConfig):
     """The keys of the built-in decoders."""
 
-    n_layer: Annotated[PositiveInt, Field(le=1_000)] = key(..., "blocks")
+    n_layer: Annotated[PositiveInt, Field(le=1_000)] = key(..., "Number of blocks.")
     n_head: Annotated[PositiveInt, Field(le=1_000_000)] = key(
-        ..., "attention heads per block; a divisor of n_embd"
+        ..., "Number of attention heads per block. Must divide model.n_embd."
     )
     n_embd: Annotated[PositiveInt, Field(le=1_000_000)] = key(
-        ..., "width of the residual stream", "features"
+        ..., "Width of the residual stream.", "features"
     )
     dropout: DecayFactor = key(
-        0.0, "fraction of the activations that dropout zeroes", "probability"
+        0.0, "Share of the activations that dropout sets to zero.", "probability"
     )
-    attention: str | None = key(None, "your registered attention; null: the architecture's")
-    mlp: str | None = key(None, "your registered MLP; null: the architecture's")
-    norm: str | None = key(None, "your registered norm; null: the architecture's")
+    attention: str | None = key(
+        None, "Your registered attention. null uses the architecture's own."
+    )
+    mlp: str | None = key(None, "Your registered MLP. null uses the architecture's own.")
+    norm: str | None = key(None, "Your registered norm. null uses the architecture's own.")
     activation: str = key("gelu", ACTIVATION)
     part_settings: dict[str, Any] | None = key(
-        None, "keys of parts of your own by name, as in {window: 8}"
+        None, "Settings of your registered parts by key, as in {window: 8}."
     )
 
     def __post_init__(self) -> None:
@@ -86,14 +95,15 @@ class TransformerConfig(ModelConfig):
         )
 
     def part_configs(self) -> dict[str, PartConfig]:
-        """Return the keys of the chosen parts by kind, each as its class.
+        """Build the configuration of each chosen part from model.part_settings, by kind.
 
         Raises:
-            NotRegisteredError: no file has registered a part.
-            ConfigError: names the key of a part that is invalid.
+            NotRegisteredError: No file has registered a chosen part.
+            ConfigError: A setting is invalid. The message names it.
         """
         settings = self.part_settings or {}
-        known: dict[str, tuple[str, Any]] = {}  # a part that has the key, and the key's type
+        # For each key: the first part that has the key, and the type of the key there.
+        known: dict[str, tuple[str, Any]] = {}
         configs: dict[str, PartConfig] = {}
         for kind, classes in PARTS.items():
             name = getattr(self, kind)
@@ -109,8 +119,9 @@ class TransformerConfig(ModelConfig):
                 kept_by, wanted = known.setdefault(field, (label, plain))
                 check(
                     plain == wanted,
-                    f"{kept_by} and {label} have a key {field} of different types, "
-                    f"{formatannotation(wanted)} and {formatannotation(plain)}; rename one",
+                    f"{kept_by} and {label} both have the key {field}, but with different types, "
+                    f"{formatannotation(wanted)} and {formatannotation(plain)}; rename one of "
+                    "the keys",
                 )
             values = {name: settings[name] for name in fields if name in settings}
             configs[kind] = build(classes[name], values, "model.part_settings")
@@ -118,7 +129,11 @@ class TransformerConfig(ModelConfig):
         chosen = " or ".join(changed_parts(vars(self)))
         for setting in settings:
             owner = f" of {chosen}" if chosen else ""
-            hint = hint_at(str(setting), sorted(known), where) if known else "choose a part with it"
+            hint = (
+                hint_at(str(setting), sorted(known), where)
+                if known
+                else "choose a part that has this key"
+            )
             check(setting in known, f"{where}{setting} is not a key{owner}; {hint}")
         return configs
 
@@ -127,7 +142,7 @@ class TransformerConfig(ModelConfig):
 class GPTConfig(TransformerConfig):
     """A GPT-2 style decoder (mingpt_ddp/models/gpt.py)."""
 
-    bias: bool = key(False, "biases in linear layers and layer norms, as in GPT-2")
+    bias: bool = key(False, "Use biases in linear layers and layer norms, as GPT-2 does.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +151,10 @@ class ModernConfig(TransformerConfig):
 
     activation: str = key("relu_squared", ACTIVATION)
     ngram_rows: Annotated[NonNegativeInt, Field(le=1 << 24)] = key(
-        0, "table of vectors for hashes of the newest 2, 3, 4 and 5 tokens; 0: none", "rows"
+        0,
+        "Size of a table of vectors, which are looked up by hashes of the newest 2, 3, 4 and "
+        "5 tokens. 0 means no table.",
+        "rows",
     )
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The keys of the optimizers, which users can extend with a Python file."""
+"""The keys of the optimizers and of their schedules. Users can extend them with a Python file."""
 
 # ruff: noqa: RUF009  key() returns a dataclass field
 import math
@@ -23,7 +23,7 @@ from mingpt_ddp.config.validation import build, check, check_choice
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The keys of a schedule of your own: optimizer.schedule_settings."""
+    """Base for the keys of your own schedule, set by optimizer.schedule_settings."""
 
 
 # The registered values of optimizer.schedule.
@@ -39,51 +39,62 @@ DECAYING = ("cosine", "linear", "wsd")
 class OptimizerConfig(UserCodeConfig):
     """The keys of every optimizer: learning rate, weight decay and schedule (mingpt_ddp/optim)."""
 
-    # A rate outside these bounds is doubtful.
+    # A learning rate outside these bounds is probably a mistake.
     usual_lr: ClassVar[tuple[float, float]] = (0.0, math.inf)
-    # A step needs whole matrices, so that no strategy may split them.
+    # True if a step needs whole matrices. No strategy may split them then.
     needs_whole_matrices: ClassVar[bool] = False
 
-    name: str = key(..., "the registered optimizer to build: adamw, muon, sgd or your own")
+    name: str = key(
+        ..., "Optimizer to build: adamw, muon, sgd, or the name that your code registers."
+    )
     lr: LearningRate = key(
-        1e-3, "learning rate at the peak of the schedule; muon's is for matrices"
+        1e-3, "Peak learning rate of the schedule. For muon: the rate of the matrices."
     )
     weight_decay: Annotated[NonNegativeFloat, Field(le=1e6)] = key(
-        0.1, "of matrices; vectors are not decayed"
+        0.1, "Weight decay of matrices. Vectors are not decayed."
     )
     schedule: str = key(
-        "cosine", "how the learning rate decays: cosine, linear, wsd, constant or your own"
+        "cosine",
+        "How the learning rate decays: cosine, linear, wsd, constant, or the name that your "
+        "code registers.",
     )
     schedule_settings: dict[str, Any] | None = key(
-        None, "keys of a schedule of your own by name, as in {period: 100}"
+        None, "Settings of your registered schedule by key, as in {period: 100}."
     )
     schedule_steps: PositiveInt | None = key(
-        None, "length of the schedule; null: the run's", "steps"
+        None, "Length of the schedule. null uses the length of the run.", "steps"
     )
-    warmup_steps: NonNegativeInt = key(100, "linear warm-up of the learning rate from 0", "steps")
+    warmup_steps: NonNegativeInt = key(
+        100, "Length of the warm-up, in which the learning rate rises linearly from 0.", "steps"
+    )
     decay_from: PositiveInt | None = key(
         None,
-        "cosine, linear, wsd: step up to which lr stays at its peak after the warm-up; null: the "
-        "end of the warm-up, or the step in which trainer.max_minutes becomes a number of steps",
+        "For cosine, linear and wsd: last step at the peak learning rate. null is the end of "
+        "the warm-up or, with trainer.max_minutes, the step that fixes the number of steps.",
     )
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = key(
-        0.1, "final learning rate over the peak"
+        0.1, "Final learning rate, as a fraction of the peak."
     )
     decay_ratio: UnitInterval = key(
-        0.2, "wsd: the last fraction of the schedule, in which lr decays"
+        0.2, "For wsd: fraction of the schedule, at its end, in which the learning rate decays."
     )
     lr_scaling: Literal["none", "linear", "sqrt"] = key(
-        "none", "of all learning rates, by batch over reference batch"
+        "none",
+        "How all learning rates scale with the batch size divided by "
+        "optimizer.reference_batch_size.",
     )
     reference_batch_size: PositiveInt | None = key(
-        None, "lr_scaling: the batch that lr is meant for", "sequences"
+        None, "For lr_scaling: batch size for which optimizer.lr is meant.", "sequences"
     )
     weight_decay_schedule: Literal["constant", "linear", "cosine", "lr"] = key(
         "constant",
-        "how weight_decay changes over the schedule; lr: in proportion to the learning rate",
+        "How the weight decay changes over the schedule. lr keeps it proportional to the "
+        "learning rate.",
     )
     final_weight_decay_ratio: Annotated[NonNegativeFloat, Field(le=1e6)] = key(
-        0.0, "weight_decay_schedule=linear, cosine: final weight decay over the first"
+        0.0,
+        "For weight_decay_schedule=linear or cosine: final weight decay, as a fraction of the"
+        " first.",
     )
 
     def __post_init__(self) -> None:
@@ -101,10 +112,10 @@ class OptimizerConfig(UserCodeConfig):
         )
 
     def own_schedule(self) -> Any:
-        """Return the keys of the schedule, as its class.
+        """Build the configuration of the schedule from optimizer.schedule_settings.
 
         Raises:
-            ConfigError: names the key that is invalid.
+            ConfigError: A setting is invalid. The message names it.
         """
         settings = self.schedule_settings or {}
         return build(SCHEDULES[self.schedule], settings, "optimizer.schedule_settings")
@@ -116,8 +127,10 @@ class AdamWConfig(OptimizerConfig):
 
     usual_lr = (1e-5, 1e-2)
 
-    betas: tuple[DecayFactor, DecayFactor] = key((0.9, 0.99), "decay per step of both moments")
-    eps: PositiveFloat = key(1e-8, "added to the root of the second moment")
+    betas: tuple[DecayFactor, DecayFactor] = key(
+        (0.9, 0.99), "Decay per step of the first and the second moment."
+    )
+    eps: PositiveFloat = key(1e-8, "Added to the square root of the second moment.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,8 +139,8 @@ class SGDConfig(OptimizerConfig):
 
     usual_lr = (1e-4, 3.0)
 
-    momentum: DecayFactor = key(0.9, "decay per step of the moving average")
-    nesterov: bool = key(True, "Nesterov's momentum")
+    momentum: DecayFactor = key(0.9, "Decay per step of the moving average of gradients.")
+    nesterov: bool = key(True, "Use Nesterov's momentum.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -144,14 +157,18 @@ class MuonConfig(OptimizerConfig):
     usual_lr = (2e-3, 0.3)
     needs_whole_matrices = True
 
-    momentum: DecayFactor = key(0.95, "Muon's decay per step of the moving average")
-    embedding_lr: LearningRate = key(0.1, "AdamW's peak for embeddings")
-    head_lr: LearningRate = key(0.02, "AdamW's peak for a matrix in the model's `head`")
-    vector_lr: LearningRate = key(0.1, "AdamW's peak for parameters that are not matrices")
-    betas: tuple[DecayFactor, DecayFactor] = key(
-        (0.9, 0.95), "AdamW's decay per step of both moments"
+    momentum: DecayFactor = key(0.95, "Decay per step of Muon's moving average of gradients.")
+    embedding_lr: LearningRate = key(0.1, "AdamW's peak learning rate for embeddings.")
+    head_lr: LearningRate = key(
+        0.02, "AdamW's peak learning rate for a matrix in the model's `head`."
     )
-    eps: PositiveFloat = key(1e-10, "AdamW's, added to the root of the second moment")
+    vector_lr: LearningRate = key(
+        0.1, "AdamW's peak learning rate for parameters that are not matrices."
+    )
+    betas: tuple[DecayFactor, DecayFactor] = key(
+        (0.9, 0.95), "AdamW's decay per step of the first and the second moment."
+    )
+    eps: PositiveFloat = key(1e-10, "Added to the square root of AdamW's second moment.")
 
 
 # The registered values of optimizer.name.

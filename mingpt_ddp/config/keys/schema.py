@@ -1,9 +1,9 @@
-"""Every key of the configuration, once, in a frozen dataclass per group; GROUPS lists them all.
+"""The schema of the configuration: a frozen dataclass for each group. GROUPS lists all groups.
 
-A key has a type, a unit, bounds, a default and a meaning, and says whether it changes the numbers.
-pydantic checks the values (validation.py). The larger groups are in modules of their own:
-trainer_config.py, and those that users can extend in components.py and optimizer_config.py.
-docs/configuration.md and `--help` are generated from all of them.
+Each key has a type, bounds, a default, a unit, a description, and its effect on results. pydantic
+checks the values (validation.py). Larger groups have their own modules: trainer_config.py and
+sweep_config.py. The groups that users can extend are in components.py, model_config.py and
+optimizer_config.py. docs/configuration.md and `--help` are generated from all of them.
 """
 
 # ruff: noqa: RUF009  key() returns a dataclass field
@@ -45,38 +45,43 @@ RUN_NAME = rf"{DIRECTORY_NAME}(/{DIRECTORY_NAME})?"
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Which run this is, and where its directory is."""
+    """Name, directory and seed of the run, and the weights or snapshot that it starts from."""
 
     name: str | None = neutral(
-        None, "a directory below root, or two: group/name; null: derived from the configuration"
+        None,
+        "Directory of the run below run.root, or two levels: group/name. null derives a name "
+        "from the configuration.",
     )
-    root: str = neutral("outputs", "local directory of all runs")
+    root: str = neutral("outputs", "Local directory of all runs.")
     resume: str = neutral(
         "auto",
-        "auto, never (a new directory -2, -3 ...), or a snapshot's path or URL",
+        "auto continues from the newest snapshot of this run. never starts a new run, in a "
+        "directory with the suffix -2, -3 ... The path or URL of a snapshot starts from there.",
         changes="training",
     )
     init_from: str | None = key(
         None,
-        "weights to start from: a run, snapshot, export or GPT-2 folder, path or URL; null: "
-        "random ones",
+        "Path or URL of weights to start from: a run, a snapshot, an export or a GPT-2 "
+        "folder. null starts from random weights.",
     )
     init_sha256: str | None = neutral(
         None,
-        "SHA-256 of these weights; null: any, recorded at the first start",
+        "Expected SHA-256 of these weights. null accepts any, and records their hash at the "
+        "first start.",
         changes="training",
     )
-    seed: NonNegativeInt = key(1337, "determines every random number of the run")
+    seed: NonNegativeInt = key(1337, "Seed of all random numbers of the run.")
     accept_code: bool = neutral(
         False,
-        "accept results that other versions of your files have trained, in a sweep and in compare",
+        "In sweeps and in `report compare`, accept results that other versions of your Python"
+        " files have trained.",
     )
 
     def __post_init__(self) -> None:
         check(
             self.name is None or re.fullmatch(RUN_NAME, self.name),
             f"run.name={self.name} must be a directory name of letters, digits and . _ + = , -, or "
-            "two with one slash between them: group/name",
+            "two such names with a slash between them, as in group/name",
         )
         check_directory("run.root", self.root)
         check_url("run.resume", self.resume)
@@ -85,7 +90,7 @@ class RunConfig:
 
     @property
     def source(self) -> str | None:
-        """The snapshots of another run to start from, if `resume` names some."""
+        """The snapshot of another run that `resume` names. None for auto and never."""
         return None if self.resume in ("auto", "never") else self.resume
 
 
@@ -98,67 +103,81 @@ class DDPConfig:
 
     strategy: StrategyName = neutral(
         "auto",
-        "how ranks share a model (docs/strategies.md); auto: single on one rank, else ddp",
+        "How ranks share a model (docs/strategies.md). auto uses single on one rank, and ddp "
+        "on several.",
         changes="rounding",
     )
     reduction: Literal["fast", "canonical"] = key(
         "fast",
-        "canonical: gradients are added in the order of micro-batches, with the same bits on any "
-        "number of ranks",
+        "canonical adds gradients in the order of the micro-batches, which gives the same "
+        "bits on any number of ranks.",
         changes="rounding",
     )
     launcher: Literal["forkserver", "spawn"] = neutral(
-        "forkserver", "how workers start: forked, or new interpreters"
+        "forkserver", "How workers start: forked from a server process, or as new interpreters."
     )
     backend: Literal["auto", "nccl", "gloo", "mpi"] = neutral(
-        "auto", "auto: nccl on GPUs, else gloo or shared memory", changes="rounding"
+        "auto",
+        "How ranks communicate. auto uses nccl on GPUs, and gloo or shared memory on CPUs.",
+        changes="rounding",
     )
     timeout_s: Annotated[float, Field(ge=1, le=1e7)] = neutral(
-        600.0, "how long a rank waits for the others", "seconds"
+        600.0, "How long a rank waits for the other ranks.", "seconds"
     )
     nproc_per_node: NonNegativeInt | Literal["gpu"] | None = neutral(
         None,
-        "local workers to start; null or 0: this process trains; gpu: one per visible GPU",
+        "Number of local workers to start. null or 0 trains in this process. gpu starts one "
+        "worker per visible GPU.",
         changes="rounding",
     )
-    max_restarts: NonNegativeInt = neutral(3, "of the nproc_per_node workers")
+    max_restarts: NonNegativeInt = neutral(
+        3, "How often the local workers start again after a failure."
+    )
     preempted_exit_code: Annotated[int, Field(ge=0, le=255)] = neutral(
-        0, "after a preemption; 143 in pods to start again"
+        0, "Exit code after a preemption. Use 143 in pods, so that they start again."
     )
     bucket_cap_mb: PositiveFloat = neutral(
-        25.0, "gradients per all-reduce", "MiB", changes="rounding"
+        25.0, "Size of the gradients that one all-reduce averages.", "MiB", changes="rounding"
     )
-    gradient_as_bucket_view: bool = neutral(True, "gradients are views of the buckets: less memory")
+    gradient_as_bucket_view: bool = neutral(
+        True, "Keep gradients as views of the buckets, which saves memory."
+    )
     static_graph: bool = neutral(
-        False, "the same parameters are used in every step", changes="rounding"
+        False, "Assume that every step uses the same parameters.", changes="rounding"
     )
     find_unused_parameters: bool = neutral(
-        False, "for models with parameters that get no gradient", changes="rounding"
+        False, "Support models with parameters that get no gradient.", changes="rounding"
     )
     tensor_parallel: PositiveInt = neutral(
-        1, "ranks that split the heads and MLPs of one gpt; a divisor of n_head", changes="rounding"
+        1,
+        "Number of ranks that split the heads and MLPs of one gpt model. Must divide model.n_head.",
+        changes="rounding",
     )
     comm_hook: str = neutral(
-        "none", "how gradients are averaged: none, fp16, bf16 or your own", changes="training"
+        "none",
+        "How gradients are averaged: none, fp16, bf16, or the name that your code registers.",
+        changes="training",
     )
-    sync_batchnorm: bool = neutral(False, "batch normalization over all ranks", changes="training")
+    sync_batchnorm: bool = neutral(
+        False, "Normalize batches over all ranks together.", changes="training"
+    )
 
     @property
     def local_workers(self) -> int:
-        """The number of workers to start; `nproc_per_node=gpu` has been resolved."""
+        """The number of workers to start, once `nproc_per_node=gpu` is resolved to a number."""
         return int(self.nproc_per_node or 0)
 
     @property
     def ranks_here(self) -> int:
-        """The number of ranks of a job that this command starts itself."""
+        """The number of ranks on this machine: the local workers, or this process alone."""
         return self.local_workers or 1
 
     def __post_init__(self) -> None:
         check(
-            # a crash, a user's error, storage that is unavailable
+            # These codes mean a crash, an error of the user, and storage that is unavailable.
             self.preempted_exit_code not in (1, 2, 75),
-            f"ddp.preempted_exit_code={self.preempted_exit_code} means a failure; use 0, or "
-            "143 in pods",
+            f"ddp.preempted_exit_code={self.preempted_exit_code} already means a failure; use 0, "
+            "or 143 in pods",
         )
         check(
             not (self.static_graph and self.find_unused_parameters),
@@ -168,8 +187,8 @@ class DDPConfig:
         lacks_it = self.strategy in ("fsdp", "hsdp")
         check(
             not (needs_ddp and lacks_it),
-            f"ddp.strategy={self.strategy} has no comm_hook and no find_unused_parameters; "
-            "use ddp or zero1",
+            f"ddp.strategy={self.strategy} does not support ddp.comm_hook and "
+            "ddp.find_unused_parameters; use ddp.strategy=ddp or zero1",
         )
         check_choice("ddp.comm_hook", self.comm_hook, COMM_HOOKS)
         check(
@@ -178,92 +197,100 @@ class DDPConfig:
         )
         check(
             self.tensor_parallel == 1 or self.backend != "mpi",
-            f"ddp.tensor_parallel={self.tensor_parallel} needs ddp.backend=auto, gloo or "
-            "nccl, not mpi",
+            f"ddp.tensor_parallel={self.tensor_parallel} does not work with ddp.backend=mpi; use "
+            "auto, gloo or nccl",
         )
         check(
             self.backend != "mpi" or self.comm_hook not in ("fp16", "bf16"),
-            f"ddp.comm_hook={self.comm_hook} needs 16-bit all-reduce, which MPI lacks; use gloo or "
-            "nccl",
+            f"ddp.comm_hook={self.comm_hook} needs a 16-bit all-reduce, which MPI does not have; "
+            "use ddp.backend=gloo or nccl",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotConfig:
-    """When snapshots are saved, where, and how many are kept (mingpt_ddp/snapshots)."""
+    """When and where snapshots are saved, and how many are kept (mingpt_ddp/snapshots)."""
 
     path: str | None = neutral(
-        None, "a directory or URL; the run's name is appended; null: in the run directory"
+        None,
+        "Directory or URL for snapshots. The run's name is appended. null saves them in the "
+        "run directory.",
     )
     every_steps: PositiveInt | Literal["auto"] | None = neutral(
-        250, "between snapshots; auto: by mtbf_hours", "steps"
+        250, "Interval between snapshots. auto derives it from snapshot.mtbf_hours.", "steps"
     )
     mtbf_hours: PositiveFloat = neutral(
-        24.0, "mean time between failures of the whole run", "hours"
+        24.0, "Mean time between failures of the whole run.", "hours"
     )
-    every_epochs: PositiveInt | None = neutral(None, "between snapshots", "epochs")
+    every_epochs: PositiveInt | None = neutral(None, "Interval between snapshots.", "epochs")
     every_minutes: PositiveFloat | None = neutral(
-        None, "between snapshots, by rank 0's clock", "minutes"
+        None, "Interval between snapshots, by the clock of rank 0.", "minutes"
     )
-    keep_last: PositiveInt = neutral(2, "how many of the newest snapshots to keep")
-    keep_best: bool = neutral(True, "also keep the one with the lowest validation loss")
+    keep_last: PositiveInt = neutral(2, "Number of newest snapshots to keep.")
+    keep_best: bool = neutral(True, "Also keep the snapshot with the lowest validation loss.")
     keep_every: PositiveInt | None = neutral(
-        None, "between milestones, which are saved and never deleted", "steps"
+        None, "Interval between milestones: snapshots that are never deleted.", "steps"
     )
-    background: bool = neutral(True, "write on a thread; training waits only for the staging copy")
-    max_failures: NonNegativeInt = neutral(3, "consecutive failed saves that training survives")
+    background: bool = neutral(
+        True, "Write snapshots in a background thread. Training waits only until they are copied."
+    )
+    max_failures: NonNegativeInt = neutral(
+        3, "Number of consecutive failed saves that training survives."
+    )
     grace_seconds: NonNegativeFloat = neutral(
-        25.0, "between SIGTERM and SIGKILL; torchrun waits 30", "seconds"
+        25.0, "Time between SIGTERM and SIGKILL. torchrun waits 30 seconds.", "seconds"
     )
 
     def __post_init__(self) -> None:
         if self.path is not None:
             check_url("snapshot.path", self.path)
             is_chain = "::" in self.path
-            check(not is_chain, f"snapshot.path={self.path} must be one URL, not a chain of them")
+            check(not is_chain, f"snapshot.path={self.path} must be one URL, not a chain of URLs")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerConfig:
-    """Where metrics go besides the log and metrics.jsonl; any number at once (docs/trackers.md)."""
+    """Trackers that get the metrics besides the log and metrics.jsonl (docs/trackers.md)."""
 
     tensorboard: bool = neutral(
-        False, "event files of every rank; the preset tensorboard is the default"
+        False, "Write event files of every rank. The default preset, tensorboard, turns this on."
     )
-    wandb: bool = neutral(False, "Weights & Biases; WANDB_API_KEY, or WANDB_MODE=offline")
-    mlflow: bool = neutral(False, "MLflow, at uri or MLFLOW_TRACKING_URI")
-    trackio: bool = neutral(False, "Trackio, on this machine or at TRACKIO_SERVER_URL")
-    project: str = neutral("mingpt_ddp", "of W&B and Trackio; the experiment of MLflow")
-    entity: str | None = neutral(None, "W&B's user or team; null: its default")
+    wandb: bool = neutral(
+        False, "Log to Weights & Biases. Set WANDB_API_KEY, or WANDB_MODE=offline."
+    )
+    mlflow: bool = neutral(False, "Log to MLflow, at tracker.uri or MLFLOW_TRACKING_URI.")
+    trackio: bool = neutral(False, "Log to Trackio, on this machine or at TRACKIO_SERVER_URL.")
+    project: str = neutral("mingpt_ddp", "Project in W&B and Trackio; experiment in MLflow.")
+    entity: str | None = neutral(None, "User or team in W&B. null uses its default.")
     uri: str | None = neutral(
-        None, "MLflow's server or database; null: MLFLOW_TRACKING_URI, or MLflow's default"
+        None, "MLflow server or database. null uses MLFLOW_TRACKING_URI, or else MLflow's default."
     )
 
     def __post_init__(self) -> None:
         check(
             re.fullmatch(r"[\w/][\w./@ -]{0,126}", self.project, re.ASCII),
             f"tracker.project={self.project} must be a name of letters, digits, spaces and . "
-            "_ / @ -",
+            "_ / @ -, at most 127 characters long",
         )
         if self.uri is not None:
             check_url("tracker.uri", self.uri)
 
 
-# What can be registered, by kind: the class that its configuration must inherit from.
+# What a user can register, by kind. The configuration must inherit from the class of its kind.
 BASES: dict[str, type] = {
     "task": TaskConfig,
     "model": ModelConfig,
     "optimizer": OptimizerConfig,
-    "dataset": DatasetConfig,  # of samples, in the group data
-    "data": DataConfig,  # readers of text
+    "dataset": DatasetConfig,  # a dataset of samples, selected by data.dataset
+    "data": DataConfig,  # a reader of text, selected by data.reader
     "comm_hook": DDPConfig,
-    "schedule": ScheduleConfig,  # of the learning rate
-    **dict.fromkeys(PARTS, PartConfig),  # of a block of gpt or modern
+    "schedule": ScheduleConfig,
+    **dict.fromkeys(PARTS, PartConfig),  # parts of the blocks of gpt and modern
 }
-# The registered values of ddp.comm_hook; none of them has keys of its own.
+# The registered values of ddp.comm_hook. None of them has its own keys.
 COMM_HOOKS: dict[str | None, type] = dict.fromkeys(("none", "fp16", "bf16"), DDPConfig)
-# Per group: the keys that select its dataclass, and the dataclasses by value; None is that of a
-# group without a value.
+# The keys of a group that select its dataclass, and the dataclasses by the value of such a key.
+# The dataclass for None applies if no key selects one.
 Selection: TypeAlias = tuple[tuple[str, ...], dict[str | None, type]]
 MODELS: dict[str | None, type] = {"gpt": GPTConfig, "modern": ModernConfig}
 GROUPS: dict[str, Selection] = {
@@ -281,7 +308,7 @@ GROUPS: dict[str, Selection] = {
 
 
 def selected(group: str, values: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the key that selects the dataclass of a group, and its value; None without one."""
+    """Return the key that selects the dataclass of a group, and its value (None if not set)."""
     keys, _ = GROUPS[group]
     for name in keys:
         if values.get(name) is not None:

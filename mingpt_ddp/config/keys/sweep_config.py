@@ -1,4 +1,4 @@
-"""The keys of the group `sweep`: how many jobs at once, what draws them, what ends them early."""
+"""The keys of the group `sweep`: concurrent jobs, the sampler of a search, and its pruner."""
 
 # ruff: noqa: RUF009  key() returns a dataclass field
 from dataclasses import dataclass
@@ -10,71 +10,77 @@ from mingpt_ddp.config.validation import check
 
 @dataclass(frozen=True, kw_only=True)
 class SweepConfig:
-    """Which jobs a sweep has, and when they run (docs/sweeps.md)."""
+    """The jobs of a sweep, and when they run (docs/sweeps.md)."""
 
     parallel: PositiveInt | Literal["auto"] = neutral(
-        1, "jobs at a time on this machine; auto: as many as its GPUs or cores hold"
+        1, "Number of concurrent jobs on this machine. auto runs as many as its GPUs or cores hold."
     )
     max_failures: NonNegativeInt | None = neutral(
-        None, "failed jobs after which no other starts; null: any number"
+        None, "Number of failed jobs after which no other job starts. null sets no limit."
     )
-    retries: NonNegativeInt = neutral(0, "how often a failed job is started again")
+    retries: NonNegativeInt = neutral(0, "How often a failed job starts again.")
     zip: list[str] | None = neutral(
-        None, "keys whose values change together, the first with the first; null: all combinations"
+        None,
+        "Keys whose values change together: the first value of each, then the second. null "
+        "runs all combinations.",
     )
     sampler: Literal["tpe", "gp", "random"] | None = neutral(
-        None, "draws the values of a search; null: all combinations, a grid"
+        None, "Method that draws the values of a search. null runs all combinations, a grid."
     )
     sampler_settings: dict[str, Any] | None = neutral(
         None,
-        "settings of the sampler by name; tpe: {n_startup_trials: 10, n_ei_candidates: 24, "
-        "multivariate: true, constant_liar: true}; gp: {n_startup_trials: 10, "
-        "deterministic_objective: false}",
+        "Settings of the sampler by name. tpe: {n_startup_trials: 10, n_ei_candidates: 24, "
+        "multivariate: true, constant_liar: true}. gp: {n_startup_trials: 10, "
+        "deterministic_objective: false}.",
     )
-    trials: PositiveInt = neutral(20, "jobs of a search")
-    seed: NonNegativeInt = neutral(1, "of the sampler; run.seed is that of the jobs")
+    trials: PositiveInt = neutral(20, "Number of jobs of a search.")
+    seed: NonNegativeInt = neutral(1, "Seed of the sampler. The jobs have run.seed.")
     metric: str | None = neutral(
         None,
-        "number of result.json by which jobs are ranked, searched and pruned; NAME: lower is "
-        "better; -NAME: higher is better; null: val_loss, or bits_per_byte if tokenizers differ",
+        "Number of result.json that ranks, searches and prunes jobs. NAME prefers lower "
+        "values, -NAME higher values. null uses val_loss, or bits_per_byte if the tokenizers "
+        "differ.",
     )
     pruner: Literal["none", "median", "asha"] = neutral(
-        "none", "ends jobs of a search whose evaluations are worse than those of others"
+        "none",
+        "Method that ends jobs of a search early if their evaluations are worse than those of"
+        " other jobs.",
     )
     pruner_settings: dict[str, Any] | None = neutral(
         None,
-        "settings of the pruner by name; median: {n_startup_trials: 5, n_warmup_steps: 0, "
-        "interval_steps: 1, n_min_trials: 1}; asha: {min_resource: null, reduction_factor: 3, "
-        "min_early_stopping_rate: 0, bootstrap_count: 0}, null: trainer.eval_every",
+        "Settings of the pruner by name. median: {n_startup_trials: 5, n_warmup_steps: 0, "
+        "interval_steps: 1, n_min_trials: 1}. asha: {min_resource: null, reduction_factor: 3,"
+        " min_early_stopping_rate: 0, bootstrap_count: 0}, where null stands for "
+        "trainer.eval_every.",
     )
 
     until: Literal["decided"] | None = neutral(
         None,
-        "decided: train the seeds of all settings one after another, and no more seeds of a "
-        "setting once its difference from the first one is decided; null: train all",
+        "decided trains all settings seed by seed, and stops a setting once its difference "
+        "from the first setting is decided. null trains all seeds.",
     )
     care: PositiveFloat | None = neutral(
         None,
-        "a smaller difference in the metric does not matter, and ends sweep.until=decided; null: "
-        "each difference matters",
+        "For sweep.until=decided: a smaller difference in the metric does not matter. null "
+        "means that every difference matters.",
     )
 
     @property
     def is_search(self) -> bool:
-        """Whether a sampler draws the values of the jobs; else they are a grid."""
+        """True if a sampler draws the values of the jobs. False for a grid."""
         return self.sampler is not None
 
     def __post_init__(self) -> None:
         check(
             self.metric is None or self.metric.strip("-"),
-            "sweep.metric is empty; name a number of result.json",
+            "sweep.metric is empty; set it to the name of a number in result.json",
         )
         check(
             self.care is None or self.until is not None,
-            f"sweep.care={self.care} is used by sweep.until=decided only: add it, or leave it out",
+            f"sweep.care={self.care} needs sweep.until=decided; add that, or leave out sweep.care",
         )
         check(
             self.until is None or (not self.is_search and self.pruner == "none"),
-            "sweep.until=decided compares the settings of a grid; leave out sweep=optuna, "
-            "sweep.sampler and sweep.pruner, or sweep.until",
+            "sweep.until=decided compares the settings of a grid, not those of a search; leave out "
+            "sweep=optuna, sweep.sampler and sweep.pruner, or leave out sweep.until",
         )

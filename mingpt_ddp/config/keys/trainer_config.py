@@ -18,85 +18,100 @@ from mingpt_ddp.config.validation import check
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """The training loop: limits, batch sizes, precision, reports (mingpt_ddp/training)."""
+    """The training loop. Limits that the command line sets replace all other limits."""
 
     max_epochs: PositiveInt | None = neutral(
-        4, "limit of passes over the text; if typed alone, the only limit", "epochs", changes="end"
+        4, "Limit of passes over the text.", "epochs", changes="end"
     )
     max_steps: PositiveInt | None = neutral(
-        None, "limit of optimizer steps; if typed alone, the only limit", "steps", changes="end"
+        None, "Limit of optimizer steps.", "steps", changes="end"
     )
     max_minutes: Annotated[PositiveFloat, Field(le=1e9)] | None = neutral(
         None,
-        "limit of training time, which becomes a number of steps after a tenth of it; if typed "
-        "alone, the only limit",
+        "Limit of training time. After a tenth of it, the pace fixes the number of steps.",
         "minutes",
         changes="end",
     )
-    batch_size: PositiveInt = key(12, "per optimizer step over all ranks", "sequences")
+    batch_size: PositiveInt = key(
+        12, "Batch size of an optimizer step, over all ranks.", "sequences"
+    )
     batch_size_per_rank: PositiveInt | None = key(
-        None, "instead of batch_size, at the first start", "sequences"
+        None,
+        "Batch size per rank, instead of trainer.batch_size. The first start fixes the total.",
+        "sequences",
     )
     micro_batch_size: PositiveInt | None = key(
         None,
-        "per rank per forward; null: the largest divisor of batch_size up to batch_size / ranks",
+        "Batch size of one forward pass of a rank. null uses the largest divisor of "
+        "batch_size up to batch_size / ranks.",
         "sequences",
     )
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: the GPU if there is one")
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto uses the GPU if there is one.")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = key(
-        "auto", "auto: bf16 where it is fast, but for a model of your own on a CPU; else fp32"
+        "auto",
+        "auto uses bf16 where it is fast, and fp32 elsewhere. On a CPU, it uses fp32 for a "
+        "model of your own.",
     )
     compile: bool | Literal["auto", "cuda_graphs"] = key(
         "auto",
-        "torch.compile; auto: on a GPU, with CUDA graphs (cuda_graphs) for small models on one GPU",
+        "Use torch.compile. auto compiles on a GPU, with CUDA graphs (cuda_graphs) for small "
+        "models on one GPU.",
         changes="rounding",
     )
     grad_norm_clip: PositiveFloat | None = key(
-        1.0, "largest global gradient norm; null: no clipping"
+        1.0, "Largest norm of all gradients together. null does not clip."
     )
     grad_value_clip: PositiveFloat | None = key(
-        None, "largest absolute value of a gradient, after grad_norm_clip; null: no clipping"
+        None, "Largest absolute value of a gradient, after grad_norm_clip. null does not clip."
     )
-    log_every: PositiveInt = neutral(10, "between two log lines", "steps")
+    log_every: PositiveInt = neutral(10, "Interval between log lines.", "steps")
     eval_every: PositiveInt | None = neutral(
-        250, "between evaluations; there is always a final one", "steps"
+        250, "Interval between evaluations. The last step is always evaluated.", "steps"
     )
     eval_steps: PositiveInt | None = neutral(
         None,
-        "evaluate this many steps' windows; null: the whole split",
+        "Evaluate as many windows as this many training steps have. null evaluates the whole "
+        "split.",
         "steps",
         changes="measurement",
     )
     profile: tuple[PositiveInt, PositiveInt] | None = neutral(
-        None, "the first and the last to profile; null: none", "steps"
+        None, "First and last step to profile. null profiles none.", "steps"
     )
     sample_every: PositiveInt | None = neutral(
-        None, "between two samples in the log; null: only one, at the end", "steps"
+        None, "Interval between generated samples in the log. null logs one, at the end.", "steps"
     )
     on_nonfinite: Literal["stop", "skip", "rollback"] = key(
         "stop",
-        "after a non-finite or spiking loss or gradient; rollback: to the last snapshot, "
-        "then skip the batch",
+        "What to do if a loss or gradient is not finite or spikes. skip leaves the step out. "
+        "rollback returns to the last snapshot and skips the batch.",
     )
     spike_factor: Annotated[float, Field(gt=1)] | None = key(
-        None, "a spike is a loss above this times its average"
+        None, "A loss above this multiple of its moving average is a spike. null looks for none."
     )
     deterministic: bool = key(
-        False, "bit-identical results on a GPU too, slower there", changes="rounding"
+        False,
+        "Compute bit-identical results on a GPU too, where this is slower.",
+        changes="rounding",
     )
     activation_checkpointing: bool = neutral(
-        False, "recompute activations: less memory, a third more time", changes="rounding"
+        False,
+        "Recompute activations in the backward pass. Saves memory, and takes a third more time.",
+        changes="rounding",
     )
     ema: Annotated[float, Field(gt=0, lt=1)] | None = key(
         None,
-        "decay per step of an average of the weights, which is evaluated, sampled and "
-        "exported; null: none",
+        "Decay per step of a moving average of the weights, which is evaluated, sampled and "
+        "exported instead of them. null keeps no average.",
     )
     patience: PositiveInt | None = neutral(
-        None, "stop after this many without a lower loss", "evaluations", changes="end"
+        None, "Stop after this many evaluations without a lower loss.", "evaluations", changes="end"
     )
     min_delta: NonNegativeFloat = neutral(
-        0.0, "patience: a loss is lower if it is so by more than this", "nats", changes="end"
+        0.0,
+        "For trainer.patience: a loss counts as lower if it falls by more than this.",
+        "nats",
+        changes="end",
     )
 
     def __post_init__(self) -> None:
@@ -107,13 +122,13 @@ class TrainerConfig:
         )
         check(
             any((self.max_epochs, self.max_steps, self.max_minutes)),
-            "trainer.max_epochs, trainer.max_steps and trainer.max_minutes are null; set one of "
-            "them",
+            "trainer.max_epochs, trainer.max_steps and trainer.max_minutes are all null; set one "
+            "of them",
         )
         first, last = self.profile or (1, 1)
         check(
             0 <= last - first < 100,
-            f"trainer.profile=[{first},{last}] must be a first and a last step, at most 100 in all",
+            f"trainer.profile=[{first},{last}] must be the first and the last of at most 100 steps",
         )
         micro = self.micro_batch_size
         batch = self.batch_size_per_rank or self.batch_size

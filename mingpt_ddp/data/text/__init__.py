@@ -1,1 +1,1 @@
-"""Text: where it is, its records, and its encoding into tokens, once per machine."""
+"""Find texts, read their records, and encode them into tokens once per machine."""

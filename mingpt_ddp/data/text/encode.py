@@ -25,12 +25,12 @@ from mingpt_ddp.errors import DataError
 
 SPLITS = ("train", "val", "test")
 SOURCES = "sources.bin"
-COPIED_BYTES = 1 << 24
+COPY_CHUNK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
 class TextRange:
-    """A range of a text: its characters, or tokens, from begin to end - 1."""
+    """A range of a text: its characters or its tokens begin .. end - 1."""
 
     text: Text
     begin: int
@@ -41,8 +41,10 @@ class Cut(NamedTuple):
     """The share of a piece that belongs to one split.
 
     Attributes:
-        byte: Where the share begins in its document, as an offset in UTF-8.
-        size: Its length in bytes.
+        split: Index of the split in SPLITS.
+        piece: The piece of the text, shortened to this share.
+        byte: Offset of the share in its document, in bytes of UTF-8.
+        size: Length of the share, in bytes of UTF-8.
     """
 
     split: int
@@ -65,9 +67,16 @@ def encode(
 ) -> EncodedText:
     """Write the tokens of measured texts to a directory, all training parts first.
 
-    sources.bin says where tokens come from. It has a row of four int64 for each place where the
-    source changes: the first token, its file (an index of `Entry.files`), its line or row (0 if the
-    file is one document), and its byte in that document in UTF-8.
+    A second file, sources.bin, records the document that each token comes from. It has a row of
+    four int64 for each place where the document changes: the index of the first token, the index of
+    the file (in `CachedText.files`), the line or row in that file (0 if the file is one document),
+    and the token's offset in the document, in bytes of UTF-8.
+
+    Args:
+        texts: Texts whose `measure` has been called.
+        config: The settings that split and encode the texts.
+        tokenizer: The tokenizer, or None if it is learnt from the texts.
+        directory: An empty directory for the files.
 
     Raises:
         DataError: A text cannot be encoded, or has changed since it was measured.
@@ -122,10 +131,12 @@ def encode(
 
 
 def _make_tokenizer(config: DataConfig, distinct: str, training: list[TextRange]) -> Tokenizer:
-    """Return the tokenizer that `data.tokenizer` names, learnt from the training parts.
+    """Make the tokenizer that `data.tokenizer` names. BPE learns from the training parts.
 
     Args:
-        distinct: The characters of the texts.
+        config: The settings of the tokenizer.
+        distinct: The distinct characters of all texts.
+        training: The training parts of the texts.
     """
     if config.tokenizer == "char":
         return CharTokenizer(distinct)
@@ -137,10 +148,11 @@ def _make_tokenizer(config: DataConfig, distinct: str, training: list[TextRange]
 
 
 def _cut(pieces: Iterator[TextPiece], parts: list[list[TextRange]]) -> Iterator[Cut]:
-    """Divide the pieces of a text: yield the share of each split.
+    """Cut the pieces of a text at the bounds of its splits, and yield the share of each split.
 
     Args:
-        parts: At most one part of the text for each split, in the order of the text.
+        pieces: The pieces of the text.
+        parts: For each split, a list with its part of the text, or an empty list.
     """
     ranges = [(split, part) for split, of_split in enumerate(parts) for part in of_split]
     position = 0
@@ -172,15 +184,23 @@ def _write(
     files: tuple[IO[bytes], IO[bytes]],
     first_file: int,
 ) -> int:
-    """Write the tokens of one part of a text, and where they come from. Return their number.
+    """Write the tokens of one part of a text, and the documents that they come from.
 
     Args:
-        files: The files of tokens and of sources.
-        first_file: Number of the text's first file.
+        cuts: The pieces of the part.
+        tokenizer: The tokenizer that encodes the part.
+        dtype: Type of a token on disk.
+        files: The open files for the tokens and for the rows of sources.bin.
+        first_file: Index of the text's first file in `CachedText.files`.
+
+    Returns:
+        The number of tokens.
     """
     tokens_file, sources_file = files
     before = tokens_file.tell() // dtype.itemsize
-    begins: list[tuple[int, int, int, int]] = []  # byte of the part, file, number, byte in document
+    # For each document whose first token is not yet written: its offset in the part in bytes, its
+    # file, its number in the file, and the offset in the document in bytes.
+    begins: list[tuple[int, int, int, int]] = []
 
     def noted() -> Iterator[TextPiece]:
         position = 0
@@ -210,14 +230,20 @@ def _write(
 
 
 def _append(tokens: list[IO[bytes]], sources: list[IO[bytes]], itemsize: int) -> None:
-    """Append the validation and the test part to the training part."""
+    """Append the files of the validation and test parts to those of the training part.
+
+    Args:
+        tokens: The open files of the tokens of each split.
+        sources: The open files of the rows of sources.bin, for each split.
+        itemsize: Size of a token in bytes.
+    """
     for part, rows in zip(tokens[1:], sources[1:], strict=True):
         begin = tokens[0].tell() // itemsize
         part.seek(0)
-        while piece := part.read(COPIED_BYTES):
+        while piece := part.read(COPY_CHUNK_BYTES):
             tokens[0].write(piece)
         rows.seek(0)
-        while piece := rows.read(COPIED_BYTES):
+        while piece := rows.read(COPY_CHUNK_BYTES):
             moved = np.frombuffer(piece, np.int64).reshape(-1, 4) + np.array([begin, 0, 0, 0])
             sources[0].write(moved.tobytes())
     tokens[0].flush()
@@ -225,9 +251,13 @@ def _append(tokens: list[IO[bytes]], sources: list[IO[bytes]], itemsize: int) ->
 
 
 def divide(texts: list[Text], lengths: list[int], config: DataConfig) -> list[list[TextRange]]:
-    """Return the training, the validation and the test parts of all texts.
+    """Split all texts into training, validation and test parts, after `data.truncate`.
 
-    `data.truncate` shortens the training parts.
+    Args:
+        texts: The texts. A text that `data.split_paths` assigns to validation or test is neither
+            split nor truncated.
+        lengths: Length of each text, in characters or in tokens.
+        config: The settings that split and truncate the texts.
 
     Raises:
         DataError: Nothing is left to train on.

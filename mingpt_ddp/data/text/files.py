@@ -1,4 +1,4 @@
-"""Which local files a text consists of, and which splits their names say."""
+"""Find the local files of a text, and the splits that the names of files stand for."""
 
 import glob
 import os
@@ -14,22 +14,26 @@ from mingpt_ddp.data.text.text_cache import TextCache
 from mingpt_ddp.errors import DataError
 
 BUILTIN = "builtin:python_docs"
-NAMED = re.compile(rf"(?:^|[-_.])({'|'.join(SPLITS)})[-_.]", re.IGNORECASE)
+# Finds the name of a split in a file name, such as "train" in "wiki-train.txt".
+SPLIT_NAME = re.compile(rf"(?:^|[-_.])({'|'.join(SPLITS)})[-_.]", re.IGNORECASE)
 
 
 def files_of(config: DataConfig, source: str, cache: TextCache) -> list[Path] | None:
-    """Return the files of a text, sorted by name, which is the order in which they are read.
+    """Find the files of a text, sorted by name. They are read in this order.
 
     Files at a URL are downloaded into the cache first. Hidden files of a directory are left out.
 
     Args:
+        config: The settings of the data.
         source: Name of the text in messages.
+        cache: The cache of downloads.
 
     Returns:
-        Local files, or None if a user's reader does not say which files it reads.
+        The local files, or None if a user's reader does not say which files it reads.
 
     Raises:
-        DataError: There is no file, or it is not a regular one.
+        FileNotFoundError: There is no such file.
+        DataError: The path names the root of the file system, or a file that is not a regular one.
         CodeError: The user's reader raised an exception.
     """
     if config.reader is not None:
@@ -45,7 +49,8 @@ def files_of(config: DataConfig, source: str, cache: TextCache) -> list[Path] | 
     if os.path.isfile(name):
         return [Path(name)]
     if os.path.isdir(name):
-        if os.path.realpath(name) == os.sep:  # it has endless files, as in /proc
+        # The root holds endlessly many files, for example in /proc.
+        if os.path.realpath(name) == os.sep:
             raise DataError(f"{source} is the root of the file system; name a directory of texts")
         root = Path(name)
         names = [
@@ -73,7 +78,7 @@ def is_one_file(config: DataConfig) -> bool:
 
 
 def _local_name(url: str) -> str | None:
-    """Return the path of a local URL, or None for other URLs."""
+    """Return the path of a local URL, or None for a remote one."""
     if "://" in url and not url.startswith(("file://", "local://")):
         return None
     _, name, is_local = open_filesystem(url)
@@ -81,10 +86,10 @@ def _local_name(url: str) -> str | None:
 
 
 def _files_of_reader(config: DataConfig) -> list[Path] | None:
-    """Return the files that a user's reader says it reads.
+    """Ask a user's reader which files it reads. Return None if it does not say.
 
     Raises:
-        CodeError: The reader's `files` raised an exception. The error names its line.
+        CodeError: The reader's `files` raised an exception. The error names the line in its code.
     """
     known = reader_of(str(config.reader))
     files: Callable[[DataConfig], object] | None = known[0].files if known else None
@@ -95,10 +100,16 @@ def _files_of_reader(config: DataConfig) -> list[Path] | None:
 
 
 def check_splits(source: str, path: str, files: list[Path]) -> None:
-    """Refuse files that are named for several splits.
+    """Refuse a text whose files are named for several splits, such as train.txt and test.txt.
+
+    Args:
+        source: Name of the text in messages.
+        path: The setting `data.path`.
+        files: The files of the text.
 
     Raises:
-        DataError: It has the words to type that name each split.
+        DataError: The files are named for several splits. The error shows settings that name the
+            files of each split.
     """
     top = os.path.commonpath([file.parent for file in files])
     if "://" in path:
@@ -107,8 +118,9 @@ def check_splits(source: str, path: str, files: list[Path]) -> None:
     else:
         base, chain = min(top, os.path.relpath(top), key=len), []
     all_names = [PurePosixPath(file.relative_to(top).as_posix()) for file in files]
-    names: dict[str, list[PurePosixPath]] = {}  # the files of each split
-    words: dict[str, str] = {}  # the word for which the first of them is named
+    # By split, its files; and the word in the name of the first file that stands for the split.
+    names: dict[str, list[PurePosixPath]] = {}
+    words: dict[str, str] = {}
     for name in all_names:
         if word := _split_word(name):
             names.setdefault(SPLITS[word.lower()], []).append(name)
@@ -130,19 +142,23 @@ def check_splits(source: str, path: str, files: list[Path]) -> None:
     shown = ", ".join(repr(str(of_split[0])) for of_split in names.values())
     train = globs.pop("train", "...")
     given = ", ".join(f'{split}: "{each}"' for split, each in globs.items())
-    words_to_type = "by globs in data.path and data.split_paths={val: GLOB}"
-    if are_exact:  # otherwise these globs would put a file into two splits, or leave one out
-        words_to_type = f"as in 'data.path=\"{train}\"' 'data.split_paths={{{given}}}'"
+    settings = "by globs in data.path and data.split_paths={val: GLOB}"
+    # Globs that are not exact would put a file into two splits, or leave a file out.
+    if are_exact:
+        settings = f"as in 'data.path=\"{train}\"' 'data.split_paths={{{given}}}'"
     raise DataError(
         f"{source} has files that are named for several splits: {shown}; name each split, "
-        f"{words_to_type}, or read all files as one text with data.split_paths={{}}"
+        f"{settings}, or read all files as one text with data.split_paths={{}}"
     )
 
 
 def _split_word(name: PurePosixPath) -> str:
-    """Return the split that a file, or a directory above it, is named for. "" if there is none."""
+    """Find the word in a path that stands for a split: a directory, or part of the file's name.
+
+    Return "" if there is none.
+    """
     for part in name.parts[:-1]:
         if part.lower() in SPLITS:
             return part
-    match = NAMED.search(name.name)
+    match = SPLIT_NAME.search(name.name)
     return match[1] if match else ""

@@ -1,4 +1,7 @@
-"""Decide the format of a text: that of its single file, or of most bytes of several files."""
+"""Decide the format of a text.
+
+It is the format of the single file. If there are several, it is the format that most bytes have.
+"""
 
 import os
 from collections import Counter, defaultdict
@@ -22,13 +25,19 @@ from mingpt_ddp.data.file_kinds import (
 from mingpt_ddp.data.tokens.token_files import TOKEN_SUFFIXES
 from mingpt_ddp.errors import DataError
 
-MAX_NAMES = 3  # names of files in a line of the log
-MAX_NAME = 100  # characters
+MAX_NAMES = 3  # number of file names in a line of the log
+MAX_NAME_CHARS = 100
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The files that are read in one format, and a line for the log that names skipped files."""
+    """The files of a text that have the same format.
+
+    Attributes:
+        form: The format.
+        files: The files in this format, which are read.
+        skipped: A line for the log that names the other files, or "" if there are none.
+    """
 
     form: Form
     files: list[Path]
@@ -36,14 +45,16 @@ class Selection:
 
 
 def format_of_file(path: Path, form: Form, config: DataConfig, source: str) -> Form:
-    """Return the format of a single file.
+    """Decide the format of a single file.
 
     Args:
-        form: The given format, or auto.
+        path: Path of the file.
+        form: The format from the configuration, which may be auto, or from a snapshot.
+        config: The settings of the data.
         source: Name of the text in messages.
 
     Raises:
-        DataError: The file is not a text. The error says what to do.
+        DataError: The file is not a text. The error says how to read it.
     """
     if form not in ("auto", "text"):
         return form
@@ -63,10 +74,18 @@ def format_of_file(path: Path, form: Form, config: DataConfig, source: str) -> F
 def select_files(
     files: list[Path], form: Form, config: DataConfig, source: str, is_new: bool
 ) -> Selection:
-    """Keep the files of one format: the given one, or the one that most bytes have.
+    """Keep the files that have the given format. For auto, it is the format of most bytes.
+
+    Args:
+        files: The files of the text.
+        form: The format from the configuration, which may be auto, or from a snapshot.
+        config: The settings of the data.
+        source: Name of the text in messages.
+        is_new: True in a new run, False if a snapshot is resumed.
 
     Raises:
-        DataError: No file has it; or, in a new run, its files do not have most of the bytes.
+        DataError: No file has the format. Or in a new run with data.format=auto, the skipped files
+            have more bytes than the files to read.
     """
     if form == "tokens":
         tokens = [path for path in files if path.name.endswith(TOKEN_SUFFIXES)]
@@ -102,21 +121,25 @@ def select_files(
         raise DataError(f"{source} has no {what}" + (line and f": {line}; {advice}"))
     if 2 * size > total and is_new and config.format == "auto":
         raise DataError(
-            f"{source} is mostly not {form}: {line}, {size:,} of {total:,} bytes; name its texts "
-            f"alone by a glob, or {advice}"
+            f"{source} is mostly not {form}: {line}, {size:,} of {total:,} bytes; name only its "
+            f"texts, by a glob, or {advice}"
         )
     return Selection(form, read, line)
 
 
 def shown(paths: list[Path], files: list[Path]) -> str:
-    """Return the first names, as in `('a.txt', 'b.txt', 'c.txt', ...)`.
+    """Format the first names of a list, as in `('a.txt', 'b.txt', 'c.txt', ...)`.
 
     Args:
-        files: All files, whose common directory is left out.
+        paths: The files to name.
+        files: All files of the text. Names leave out the directory that these have in common.
     """
     top = os.path.commonpath([path.parent for path in files])
     names = [os.path.relpath(path, top) for path in paths[:MAX_NAMES]]
-    texts = [repr(name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}...") for name in names]
+    texts = [
+        repr(name if len(name) <= MAX_NAME_CHARS else f"{name[:MAX_NAME_CHARS]}...")
+        for name in names
+    ]
     return f"({', '.join([*texts, *['...'] * (len(paths) > MAX_NAMES)])})"
 
 
@@ -124,15 +147,16 @@ def _is_utf8_file(path: Path) -> bool:
     with open(path, "rb") as raw:
         try:
             return is_utf8(decompressed(raw).read(HEAD_BYTES))
-        except DAMAGES:  # damage is reported when the file is read
+        # Damage is reported later, when the file is read as text.
+        except DAMAGES:
             return True
 
 
 def refuse_holes(files: list[Path]) -> None:
-    """Refuse a sparse file: its holes read as NUL bytes, of which there may be a terabyte.
+    """Refuse sparse files. Their holes read as NUL bytes, perhaps a terabyte of them.
 
     Raises:
-        DataError: It names the file.
+        DataError: A file has holes. The error names it.
     """
     for path in files:
         with open(path, "rb") as file:

@@ -13,22 +13,29 @@ from mingpt_ddp.data.tokenizers.tokenizer import tokenizer_from_state
 from mingpt_ddp.data.tokens.token_files import cut
 from mingpt_ddp.errors import DataError
 
-SUMMED = 1 << 20  # tokens whose sizes are added up in one call, to bound the memory
+# Add up the sizes of this many tokens in one call, to bound the memory.
+TOKENS_PER_SUM = 1 << 20
 
 
 @dataclass(frozen=True)
 class Origin:
-    """A place in a document of the training text."""
+    """A place in a document of the training text.
+
+    Attributes:
+        file: Name of the file.
+        document: Number of the line, row or object in the file, or 0 if the file is one document.
+        byte: Offset in the document, in bytes of UTF-8. In a file of tokens, offset in the file.
+    """
 
     file: str
-    document: int  # number of the line, row or object; 0 if the whole file is one document
-    byte: int  # offset in the document as UTF-8, or in the file if it is a file of tokens
+    document: int
+    byte: int
 
 
 def find_origins(
     text: EncodedText, cache: TextCache, starts: Ints, length: int
 ) -> list[list[Origin]]:
-    """Find the documents of windows of the training tokens.
+    """Find the documents that windows of the training tokens come from.
 
     Args:
         text: The encoded text.
@@ -37,7 +44,8 @@ def find_origins(
         length: Number of tokens in a window.
 
     Returns:
-        For each window, the place where it begins, and the start of each further document in it.
+        For each window, the place in a document where the window begins, and the start of each
+        further document in it.
 
     Raises:
         DataError: The cache has lost the text since it was opened.
@@ -60,8 +68,8 @@ def find_origins(
         origins = []
         for token, file, document, byte in table[first:end].tolist():
             # In the first document, add the bytes between its first token and the window.
-            for begin in range(token, start, SUMMED):
-                byte += int(sizes[tokens[begin : min(start, begin + SUMMED)]].sum())
+            for begin in range(token, start, TOKENS_PER_SUM):
+                byte += int(sizes[tokens[begin : min(start, begin + TOKENS_PER_SUM)]].sum())
             origins.append(Origin(entry.files[file], document, byte))
         windows.append(origins)
     return windows

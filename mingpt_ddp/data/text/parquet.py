@@ -1,4 +1,4 @@
-"""Columns of Parquet files by pyarrow, in batches of rows."""
+"""Read columns of Parquet files with pyarrow, in batches of rows."""
 
 import io
 from collections.abc import Iterator
@@ -16,7 +16,11 @@ BUFFER_BYTES = 1 << 20
 
 
 def parquet_table(file: io.BufferedReader, where: str) -> Table:
-    """Return the rows of a Parquet file.
+    """Open a Parquet file as a table.
+
+    Args:
+        file: The open file.
+        where: Name of the file in messages.
 
     Raises:
         ConfigError: pyarrow is not installed.
@@ -40,7 +44,8 @@ def parquet_table(file: io.BufferedReader, where: str) -> Table:
             others[field.name] = str(field.type)
 
     def batches(column: str) -> Iterator[Any]:
-        # A dictionary saves memory if texts repeat. Otherwise it is slow and large.
+        # Reading a column as a dictionary saves memory if texts repeat. Otherwise a dictionary is
+        # slow and large.
         rows, repeated = opened(), opened(read_dictionary=[column])
         for i in range(rows.num_row_groups):
             size, count = _size_of(rows.metadata.row_group(i), column)
@@ -55,8 +60,9 @@ def parquet_table(file: io.BufferedReader, where: str) -> Table:
         try:
             for batch in batches(column):
                 texts = batch.column(column)
-                texts.validate(full=True)  # pyarrow trusts offsets, and that text is UTF-8
-                # Decode one at a time, since a dictionary stores a repeated text once.
+                # Without this, pyarrow trusts the file's offsets, and that its text is UTF-8.
+                texts.validate(full=True)
+                # Decode one text after the other: a dictionary may repeat a long text in many rows.
                 for text in texts:
                     row += 1
                     yield row, text.as_py()
@@ -67,13 +73,14 @@ def parquet_table(file: io.BufferedReader, where: str) -> Table:
 
 
 def _size_of(group: Any, column: str) -> tuple[int, int]:
-    """Return the decompressed size of a column in a row group, and the group's number of rows."""
+    """Read the decompressed size of a column in a row group, and the group's number of rows."""
     columns = map(group.column, range(group.num_columns))
     [size] = [each.total_uncompressed_size for each in columns if each.path_in_schema == column]
     return size, group.num_rows
 
 
 def _holds_strings(types: Any, kind: Any) -> bool:
+    """Return True if a column of this pyarrow type holds strings, perhaps in a dictionary."""
     if types.is_dictionary(kind):
         return _holds_strings(types, kind.value_type)
     return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))

@@ -1,4 +1,4 @@
-"""Records of JSON Lines, JSON arrays and tables in CSV."""
+"""Read records from JSON Lines, JSON arrays and CSV."""
 
 import codecs
 import csv
@@ -13,16 +13,17 @@ from typing import Any, TypeAlias
 from mingpt_ddp.data.file_kinds import HEAD_BYTES, NOT_UTF8, READ
 from mingpt_ddp.errors import DataError, counted
 
-MAX_RECORD = 1 << 29  # bytes of a line
-MAX_ARRAY = 1 << 28  # bytes of a JSON array
-csv.field_size_limit(MAX_RECORD)  # for this whole process; the default is 128 KiB
-HEAD_ROWS = 100  # rows in which to look for columns of strings
+MAX_RECORD = 1 << 29  # largest size of a line in bytes
+MAX_ARRAY = 1 << 28  # largest size of a JSON array in bytes
+csv.field_size_limit(MAX_RECORD)  # applies to this whole process; the default is 128 KiB
+# Look for columns of strings in at most this many rows with this many characters.
+HEAD_ROWS = 100
 HEAD_CHARS = 1 << 20
 DELIMITERS = ",\t;"
 AS_TEXT = "to read it as it is, set data.format=text"
-# Names of JSON types. All others are numbers.
+# Plural names of JSON types for messages. Values of all other types are numbers.
 TYPES = {dict: "objects", list: "arrays", bool: "booleans"}
-Row: TypeAlias = tuple[int, dict[str, Any]]  # its number, and its values by column
+Row: TypeAlias = tuple[int, dict[str, Any]]  # number of the row, and its values by column
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,10 @@ class Table:
     """The rows of a file.
 
     Attributes:
-        strings: Names of the columns of strings.
-        types: The type of each other column, in plural.
-        values: Iterates over the number of each row, and its value in a column or None.
+        strings: Names of the columns that hold strings.
+        types: For each other column, the plural name of its type, such as "numbers".
+        values: Takes the name of a column. Yields the number of each row and its value in this
+            column, or None if it has none.
     """
 
     strings: list[str]
@@ -41,13 +43,16 @@ class Table:
 
 
 def choose_column(table: Table, column: str | None, where: str) -> str:
-    """Return the column of the texts.
+    """Choose the column that holds the texts.
 
     Args:
-        column: `data.column`.
+        table: The table.
+        column: The setting `data.column`, or None to choose the only column of strings.
+        where: Name of the file in messages.
 
     Raises:
-        DataError: There is no such column; or none is named, and not exactly one holds strings.
+        DataError: The table has no such column of strings. Or no column is named, and the table
+            does not have exactly one column of strings.
     """
     if column in table.strings:
         return str(column)
@@ -67,7 +72,7 @@ def choose_column(table: Table, column: str | None, where: str) -> str:
 
 
 def _columns(table: Table, wanted: str = "text") -> str:
-    """Describe the columns, and say what to type."""
+    """List the columns, and suggest a value for `data.column`. This is the end of a message."""
     types = [f"{name} ({kind})" for name, kind in table.types.items()]
     has = f"its columns are {', '.join([*table.strings, *types])[:300] or 'not named'}"
     if not table.strings:
@@ -77,7 +82,12 @@ def _columns(table: Table, wanted: str = "text") -> str:
 
 
 def json_table(file: io.BufferedReader, where: str) -> Table:
-    """Return the rows of lines that are JSON objects, or of one array of objects."""
+    """Open JSON Lines, or a JSON array of objects, as a table.
+
+    Args:
+        file: The open file.
+        where: Name of the file in messages.
+    """
     head = file.peek(HEAD_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
     if head.startswith(b"["):
         return _table(_array(file, where), _is_text, where, "object")
@@ -85,22 +95,30 @@ def json_table(file: io.BufferedReader, where: str) -> Table:
 
 
 def csv_table(file: io.BufferedReader, where: str) -> Table:
-    """Return the rows of CSV or TSV with a header."""
+    """Open CSV or TSV with a header as a table.
+
+    Args:
+        file: The open file.
+        where: Name of the file in messages.
+    """
     return _table(_csv_rows(file, where), _is_word, where, "line")
 
 
 def _table(rows: Iterator[Row], is_text: Callable[[Any], bool], where: str, unit: str) -> Table:
-    """Return rows as a table. A column is one of strings if one of its first values is a text.
+    """Make a table of rows. A column holds strings if one of its first values is a text.
 
     Args:
-        unit: Name of a row in error messages, such as `line`.
+        rows: The rows.
+        is_text: Returns True for a value that is a text.
+        where: Name of the file in messages.
+        unit: Name of a row in messages, such as "line".
     """
     head: list[Row] = []
     size = 0
     while len(head) < HEAD_ROWS and size < HEAD_CHARS and (first := next(rows, None)):
         head.append(first)
         size += sum(len(value) for value in first[1].values() if _is_text(value))
-    strings: dict[str, None] = {}  # in order
+    strings: dict[str, None] = {}  # names of columns, in order and without repetition
     others: dict[str, str] = {}
     for _, row in head:
         for name, value in row.items():
@@ -116,8 +134,8 @@ def _table(rows: Iterator[Row], is_text: Callable[[Any], bool], where: str, unit
             value = row.get(column)
             if not (value is None or _is_text(value)):
                 raise DataError(
-                    f"{where} {unit} {number}: {column} is one of "
-                    f"{TYPES.get(type(value), 'numbers')}, not a string"
+                    f"{where} {unit} {number}: the column {column} holds "
+                    f"{TYPES.get(type(value), 'numbers')}, not text"
                 )
             if value and _has_surrogate(value):
                 raise DataError(
@@ -136,9 +154,13 @@ def _table(rows: Iterator[Row], is_text: Callable[[Any], bool], where: str, unit
 
 
 def _csv_rows(file: io.BufferedReader, where: str) -> Iterator[Row]:
-    """Yield the rows after the header. Each must have as many fields as the header.
+    """Yield the rows after the header.
 
-    The separator is the one of DELIMITERS that is most frequent in the header.
+    The separator is the character of DELIMITERS that is most frequent in the header.
+
+    Raises:
+        DataError: The file is not CSV in UTF-8, has no header, or has a row with more or fewer
+            fields than the header.
     """
     lines = io.TextIOWrapper(file, "utf-8-sig", newline="")
     reader: csv.DictReader[str] | None = None
@@ -156,7 +178,7 @@ def _csv_rows(file: io.BufferedReader, where: str) -> Iterator[Row]:
             if None in row or len(fields) < len(header):
                 count = len(fields) - 1 + len(row.get(None, [None]))
                 raise DataError(
-                    f"{where} line {reader.line_num} has {counted(count, 'field')}, and the header "
+                    f"{where} line {reader.line_num} has {counted(count, 'field')}, but the header "
                     f"has {len(header)}; {AS_TEXT}"
                 )
             yield reader.line_num, row
@@ -167,7 +189,8 @@ def _csv_rows(file: io.BufferedReader, where: str) -> Iterator[Row]:
         line = reader.line_num if reader else 0
         raise DataError(f"{where} is not UTF-8 after line {line}; {NOT_UTF8.advice}") from error
     finally:
-        lines.detach()  # or it would close the file, which must be read to its end to be hashed
+        # Otherwise `lines` would close the file, which must be read to its end to be hashed.
+        lines.detach()
 
 
 def _is_text(value: object) -> bool:
@@ -175,7 +198,7 @@ def _is_text(value: object) -> bool:
 
 
 def _has_surrogate(text: str) -> bool:
-    """Return True if UTF-8 cannot hold a text, though JSON can by an escape."""
+    """Return True if a text has half of a surrogate pair. JSON can hold it, UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -184,7 +207,7 @@ def _has_surrogate(text: str) -> bool:
 
 
 def _is_word(cell: str) -> bool:
-    """Return True if a cell holds something that is not a number."""
+    """Return True if a CSV cell holds something that is not a number."""
     try:
         float(cell or 0)
     except ValueError:
@@ -193,7 +216,7 @@ def _is_word(cell: str) -> bool:
 
 
 def _text_lines(file: io.BufferedReader, where: str) -> Iterator[str]:
-    """Yield lines with their ends.
+    """Yield the lines of a file with their line ends.
 
     Raises:
         DataError: A line is not UTF-8, or is too long.
@@ -216,6 +239,7 @@ def _too_long(where: str) -> DataError:
 
 
 def _lines(file: io.BufferedReader, where: str) -> Iterator[Row]:
+    """Yield the objects of JSON Lines. Blank lines are skipped."""
     for number, line in enumerate(_text_lines(file, where), 1):
         if line.isspace():
             continue
@@ -234,7 +258,7 @@ def _array(file: io.BufferedReader, where: str) -> Iterator[Row]:
     if len(content) > MAX_ARRAY:
         raise DataError(
             f"{where} is a JSON array of over {MAX_ARRAY:,} bytes; write it as JSON Lines, which "
-            "are read in turn: jq -c '.[]' OLD.json >NEW.jsonl"
+            "are read line by line: jq -c '.[]' OLD.json >NEW.jsonl"
         )
     try:
         rows = json.loads(content.decode("utf-8-sig"))

@@ -1,4 +1,4 @@
-"""Read the bytes of a text: from a file, which is hashed too, a user's reader, or Python itself."""
+"""Read a text from a file, which is hashed too, from a user's reader, or from Python itself."""
 
 import hashlib
 import io
@@ -42,15 +42,15 @@ class HashedFile(io.RawIOBase):
         return self._file.tell()
 
     def drain(self) -> None:
-        """Read what is left of the file."""
+        """Read the rest of the file and complete the hash."""
         while piece := self._file.read(CHUNK_BYTES):
             self._digest.update(piece)
         self._hash = self._digest.hexdigest()
 
     def finish(self) -> str:
-        """Return the SHA-256 of the whole file, and close the file.
+        """Close the file, and return the SHA-256 of all its bytes.
 
-        `close` closes this object alone, because a decompressor may call it too early.
+        A decompressor may call `close` too early. `close` therefore does not close the file itself.
         """
         if not self._hash:
             self.drain()
@@ -61,7 +61,7 @@ class HashedFile(io.RawIOBase):
 def python_docs() -> str:
     """Return the language reference that CPython's help() shows.
 
-    It has 460,000 to 600,000 characters, by Python version.
+    It has 460,000 to 600,000 characters, depending on the Python version.
     """
     from pydoc_data.topics import topics
 
@@ -71,8 +71,12 @@ def python_docs() -> str:
 def read_by_user_code(config: DataConfig, source: str) -> Iterator[str]:
     """Yield the strings of a user's reader.
 
+    Args:
+        config: The settings of the data, which the reader is called with.
+        source: Name of the text in messages.
+
     Raises:
-        CodeError: The reader raised an exception. The error names its line.
+        CodeError: The reader raised an exception. The error names the line in its code.
         DataError: The reader yields something other than text, or cannot read its source.
     """
     name = f"data.reader={config.reader}"

@@ -1,4 +1,4 @@
-"""A text: its files, their format, and its pieces, which are hashed while they are read."""
+"""Read a text: find its files, decide their format, and hash its pieces while they are read."""
 
 import codecs
 import hashlib
@@ -60,8 +60,12 @@ class Text:
         files: The files that are read, or None if a user's reader does not say which. `look` leaves
             out those of other formats.
         form: The format, as data.format. It is never auto once `look` has been called.
-        sha256: Set by `measure`, with `length` (number of characters) and `characters`.
-        read_sha256: SHA-256 of the text as `pieces` has read it to the end.
+        sha256: SHA-256 of the text, once `measure` has been called.
+        read_sha256: SHA-256 of the text that `pieces` has just read to its end. It differs from
+            `sha256` if the text has changed since it was measured.
+        length: Number of characters, once `measure` has been called.
+        characters: Distinct code points, once `measure` has been called.
+        tokens: The tokens of each file, if these are files of tokens. Set by `look`.
     """
 
     def __init__(self, config: DataConfig, source: str, split: str, cache: TextCache) -> None:
@@ -74,10 +78,10 @@ class Text:
         self._is_file = config.reader is None and config.path != BUILTIN
         self._is_several = self._is_file and not is_one_file(config)
         self.form: Form = "text"
-        self._read = self._skipped = ""  # for the log
+        self._read_note = self._skipped_note = ""  # lines for the log
         self.sha256 = self.read_sha256 = ""
         self.length = 0
-        self.characters = np.zeros(0, np.int64)  # distinct code points
+        self.characters = np.zeros(0, np.int64)
         self.tokens: list[TokenFile] = []
 
     def key(self) -> list[Any]:
@@ -91,33 +95,33 @@ class Text:
 
     @property
     def newest_ns(self) -> float:
-        """The newest modification or change time of the files, infinite if they are not known."""
+        """The newest modification or change time of the files, or infinity if it is not known."""
         if self._status is None:
             return float("inf")
         return max((max(times) for _, _, *times, _ in self._status), default=0)
 
     def names(self) -> list[str]:
-        """Return the files in the order of `TextPiece.file`."""
+        """Return the names of the files, which `TextPiece.file` counts."""
         return [*map(str, self.files)] if self._is_file and self.files else [self.source]
 
     def notes(self) -> list[str]:
         """Return lines for the log: which files were skipped, and how the text was read."""
-        skipped = [f"{self.source}: {self._skipped}"] if self._skipped else []
-        return [*skipped, self._read]
+        skipped = [f"{self.source}: {self._skipped_note}"] if self._skipped_note else []
+        return [*skipped, self._read_note]
 
     def name(self, path: Path) -> str:
-        """Return a file's name in messages."""
+        """Shorten the path of a file for messages."""
         return os.path.relpath(path, self._top)
 
     def _where(self, path: Path) -> str:
         return f"{self.source}: {self.name(path)}" if self._is_several else self.source
 
-    def look(self, kept: Form | None, checks_splits: bool) -> None:
+    def look(self, recorded_form: Form | None, checks_splits: bool) -> None:
         """Decide the format, and leave out files of other formats.
 
         Args:
-            kept: The format in a snapshot, or None for a new run. The text is then read in it,
-                whatever it looks like.
+            recorded_form: The format in the snapshot to resume, or None in a new run. The text is
+                read in this format, even if it looks like another one.
             checks_splits: Refuse files that are named for several splits.
 
         Raises:
@@ -126,13 +130,15 @@ class Text:
         if not self._is_file:
             return
         assert self.files is not None
-        form = kept or self.config.format
+        form = recorded_form or self.config.format
         if form in ("auto", "text"):
             refuse_holes(self.files)
         if self._is_several:
-            selection = select_files(self.files, form, self.config, self.source, kept is None)
+            selection = select_files(
+                self.files, form, self.config, self.source, recorded_form is None
+            )
             self.form, self.files = selection.form, selection.files
-            self._skipped = selection.skipped
+            self._skipped_note = selection.skipped
             if checks_splits:
                 check_splits(self.source, str(self.config.path), self.files)
         else:
@@ -141,7 +147,7 @@ class Text:
             self.tokens = find_tokens([*map(str, self.files)], self.source, self.config.dtype)
         if self.config.column is not None and self.form in ("text", "tokens"):
             raise DataError(
-                f"data.column={self.config.column} needs a table; {self.source} is read as "
+                f"data.column={self.config.column} needs a table, but {self.source} is read as "
                 f"{self.form}"
             )
 
@@ -151,7 +157,7 @@ class Text:
         The end of a document counts as one character, so that all tokenizers split a text alike.
 
         Raises:
-            DataError: It cannot be read, or it is empty.
+            DataError: The text cannot be read, or it is empty.
         """
         if self.form == "tokens":
             assert self.files is not None
@@ -172,7 +178,7 @@ class Text:
         self.characters = np.flatnonzero(seen)
 
     def pieces(self) -> Iterator[TextPiece]:
-        """Yield the text, with END or a line feed after each document that needs one.
+        """Yield the pieces of the text, with END or a line feed after each document that needs one.
 
         Raises:
             DataError: A file cannot be read. The error names the file and the line, row or byte.
@@ -188,14 +194,14 @@ class Text:
         for document in read_by_user_code(self.config, self.source):
             if document:
                 n_documents += 1
-                # UTF-8 has no such byte, so other documents have another hash.
+                # UTF-8 never contains this byte. So the hash also tells where documents end.
                 digest.update(document.encode() + DOCUMENT_END)
                 yield TextPiece(0, n_documents, document + END)
         self.read_sha256 = digest.hexdigest()
         self._describe(f", {counted(n_documents, 'document')}")
 
     def _texts(self) -> Iterator[TextPiece]:
-        """Yield files of UTF-8, or what a user's reader yields."""
+        """Yield the pieces of UTF-8 files, or the strings of a user's reader."""
         hashes = []
         stream = hashlib.sha256()
         files: list[Any] = [*self.files] if self._is_file and self.files else [None]
@@ -220,7 +226,13 @@ class Text:
         self._describe("")
 
     def _decoded(self, path: Path | None, raw: Any, stream: Any) -> Iterator[str]:
-        """Yield the characters of a file, without a byte order mark."""
+        """Yield the characters of a file, without a byte order mark.
+
+        Args:
+            path: Path of the file. None for a user's reader and for the built-in text.
+            raw: The open file, or None.
+            stream: The hash to update, for texts that are not hashed as files.
+        """
         where = self.source if path is None else self._where(path)
         decoder = codecs.getincrementaldecoder("utf-8")()
         position = 0
@@ -233,7 +245,7 @@ class Text:
                 kind = kind_of(chunk) if at_start else TEXT
                 if kind not in (TEXT, BINARY, NOT_UTF8):
                     raise kind.refusal(where, str(self.config.path), "text") from error
-                # The bytes in the decoder end where this chunk ends.
+                # error.object holds a few earlier bytes and this chunk, so both end together.
                 at = position - len(error.object) + error.start
                 raise DataError(f"{where} is not UTF-8 at byte {at}; {NOT_UTF8.advice}") from error
             if not self._is_file:
@@ -278,7 +290,8 @@ class Text:
                     raw.seek(0)
                 with io.BufferedReader(raw, HEAD_BYTES) as buffered:
                     table = TABLES[self.form](decompressed(buffered), where)
-                    if index == 0 or self.form != "jsonl":  # rows of JSON Lines may lack the key
+                    # Later files of JSON Lines use the same column. Their first rows may lack it.
+                    if index == 0 or self.form != "jsonl":
                         column = choose_column(table, column, where)
                     for number, text in table.values(str(column)):
                         if not text:
@@ -298,7 +311,11 @@ class Text:
         self._describe(f", {counted(n_texts, 'text')} of data.column={column}{skipped}")
 
     def _describe(self, rows: str) -> None:
-        """Compose the line for the log."""
+        """Compose the line for the log that says how the text was read.
+
+        Args:
+            rows: The end of the line, which counts the documents or rows.
+        """
         line = f"{self.source}: read with data.format={self.form}"
         if self.config.reader is not None:
             line = f"{self.source}: read with data.reader={self.config.reader}"
@@ -306,21 +323,21 @@ class Text:
             size = sum(path.stat().st_size for path in self.files)
             files = f"{counted(len(self.files), 'file')} of {counted(size, 'byte')}"
             line = f"{line}, {files} {shown(self.files, self.files)}"
-        self._read = f"{line}{rows}"
+        self._read_note = f"{line}{rows}"
 
 
 def combined(hashes: list[Any]) -> str:
-    """Combine the SHA-256 of several files or documents. A single one is returned as it is."""
+    """Combine the SHA-256 of several files or documents. A single hash is returned as it is."""
     return str(hashes[0]) if len(hashes) == 1 else digest_of(hashes)
 
 
 def sha256_of_all(texts: list[Text]) -> str:
-    """Combine the SHA-256 of texts with the splits that they belong to."""
+    """Combine the SHA-256 of several texts and the splits that they belong to."""
     return combined([{text.split: text.sha256} if text.split else text.sha256 for text in texts])
 
 
 def gathered(pieces: Iterator[TextPiece]) -> Iterator[str]:
-    """Join short pieces, so that the next steps have less overhead for each of them."""
+    """Join short pieces into longer strings, which take less overhead to process."""
     texts: list[str] = []
     size = 0
     for piece in pieces:

@@ -1,8 +1,9 @@
-"""The cache of encoded texts on this machine.
+"""Cache encoded texts on this machine.
 
-The name of a directory is a digest of everything that decides its tokens: the files' paths, sizes,
-times and inodes, the options to read them, the tokenizer and the splits. A start that finds the
-directory reads no text. A directory is built under a private name and renamed once it is complete.
+Each text has a directory. Its name is a digest of everything that decides the tokens: the paths,
+sizes, times and inodes of the files, the settings to read them, the tokenizer and the splits. A
+start that finds the directory does not read the text. A directory is built under a private name and
+renamed once it is complete.
 """
 
 import contextlib
@@ -32,24 +33,26 @@ from mingpt_ddp.storage.storage import atomic_write, read_regular, sync_director
 
 FORMAT = 6
 TOKENS, META = "tokens.bin", "meta.json"
-KEPT_SECONDS = 60.0  # a text that took longer to encode stays, even if its run is refused
-LEFTOVER_SECONDS = 86_400.0  # age of an unfinished directory whose process has been killed
-MAX_META_BYTES = 1 << 28  # size of meta.json, which has the tokenizer and the files' names
+# A text that took longer than this to encode or download stays, even if its run is refused.
+KEPT_SECONDS = 60.0
+# An unfinished directory of this age is deleted: its process has been killed.
+LEFTOVER_SECONDS = 86_400.0
+MAX_META_BYTES = 1 << 28  # largest size of meta.json, which holds the tokenizer and the file names
 CHUNK_BYTES = 1 << 20
-# Exceptions that untrusted JSON of another shape raises.
+# Exceptions that untrusted JSON may raise if it has an unexpected structure.
 INVALID = (ValueError, TypeError, LookupError, AttributeError, RecursionError, UserError)
 
 
 @dataclass(frozen=True)
 class CachedText:
-    """A directory of the cache.
+    """The description of an encoded text, as meta.json in its directory records it.
 
     Attributes:
         text: The encoded text. meta.json leaves out its directory.
-        is_settled: True if the files were two seconds old when they were last read. Any later write
-            has then changed their status.
-        files: Names of the files, by their number in sources.bin.
-        tokens_status: Status of tokens.bin when it was written.
+        is_settled: True if the files were at least two seconds old when they were last read. Any
+            later write then changes their times.
+        files: Names of the text's files. The rows of sources.bin refer to their indices.
+        tokens_status: Size, times and inode of tokens.bin when it was written.
     """
 
     text: EncodedText
@@ -59,20 +62,25 @@ class CachedText:
 
 
 class TextCache:
-    """Directories of encoded texts, `data.cache_dir`, and what of them this object has added."""
+    """The cache of encoded texts in `data.cache_dir`.
+
+    It keeps track of the directories and downloads that this object has added, so that `discard`
+    can delete them.
+    """
 
     def __init__(self, config: DataConfig) -> None:
         self.root = Path(config.cache_dir) if config.cache_dir is not None else user_cache()
         self.reads_all = config.verify == "always"
         self._added: list[Path] = []
-        # The deepest directories come first.
+        # Directories that a first use will create, from the deepest up.
         self._missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
 
     def directory(self, key: Any) -> Path:
+        """Return the directory for a text with this key, whether it exists or not."""
         return self.root / digest_of([FORMAT, key])[:32]
 
     def find(self, directory: Path) -> CachedText | None:
-        """Return a directory of the cache if it is complete and undamaged."""
+        """Read the description of a directory. Return None unless it is complete and undamaged."""
         try:
             content = json.loads(read_regular(directory / META, MAX_META_BYTES))
             values, digest = content["entry"], content["digest"]
@@ -85,9 +93,9 @@ class TextCache:
         return entry if is_whole else None
 
     def _has_tokens(self, entry: CachedText, tokens: Path) -> bool:
-        """Return False if tokens.bin is damaged. It is read if its status has changed."""
+        """Return False if tokens.bin is damaged. If its times have changed, read it to find out."""
         text = entry.text
-        if not text.tokens_sha256:  # the tokens are in files of their own
+        if not text.tokens_sha256:  # the tokens are in the user's token files
             return True
         [status] = status_of([tokens])
         if status[1] != text.length * np.dtype(text.dtype).itemsize:
@@ -97,11 +105,12 @@ class TextCache:
 
     @contextlib.contextmanager
     def adding(self, directory: Path, sha256: str) -> Iterator[Path]:
-        """Let the caller fill a private directory, then rename it to its final name.
+        """Yield a private directory for the caller to fill, then rename it to its final name.
 
         Args:
-            sha256: SHA-256 of the text. If another node was faster with this text, its directory
-                stays.
+            directory: The final path.
+            sha256: SHA-256 of the text. If another node has added the same text in the meantime,
+                the other node's directory stays.
         """
         begin = time.monotonic()
         self._remove_leftovers()
@@ -111,11 +120,13 @@ class TextCache:
             yield Path(name)
             known = self.find(directory)
             if known is None or known.text.sha256 != sha256:
-                shutil.rmtree(directory, ignore_errors=True)  # it is damaged, or has another text
+                # The directory may exist already, damaged or with another text.
+                shutil.rmtree(directory, ignore_errors=True)
                 try:
                     os.replace(name, directory)
                 except OSError:
-                    if self.find(directory) is None:  # else another node was faster just now
+                    # The rename also fails if another node has just added the directory.
+                    if self.find(directory) is None:
                         raise
         sync_directory(self.root)
         if time.monotonic() - begin < KEPT_SECONDS:
@@ -131,15 +142,15 @@ class TextCache:
         atomic_write(directory / META, json.dumps(content).encode())
 
     def settle(self, entry: CachedText) -> None:
-        """Record that the files were old enough when they were read again."""
+        """Record that the files were at least two seconds old when they were read again."""
         with contextlib.suppress(OSError):
             self.write(replace(entry, is_settled=True), Path(entry.text.directory))
 
     def downloaded(self, download: Callable[[], tuple[list[Path], bool]]) -> list[Path]:
-        """Download files into the cache, and note what is new.
+        """Download files into the cache, and remember new ones for `discard`.
 
         Args:
-            download: Returns the files, and whether any of them is new.
+            download: Downloads the files. Returns them, and True if any of them is new.
         """
         begin = time.monotonic()
         files, is_new = download()
@@ -148,14 +159,16 @@ class TextCache:
         return files
 
     def forget(self, files: list[Path]) -> None:
-        """Delete downloads that have an unexpected SHA-256."""
+        """Delete those files that are downloads in this cache."""
         for path in files:
             if path.is_relative_to(self.root / DOWNLOADS):
                 path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Let one process of this machine encode at a time, where the file system has locks.
+        """Hold the cache's lock, so that one process of this machine encodes and others wait.
+
+        Nothing is locked if the file system has no locks.
 
         Raises:
             DataError: The cache cannot be written.
@@ -166,22 +179,26 @@ class TextCache:
         except OSError as error:
             raise DataError(
                 f"cannot write the encoded text to data.cache_dir={self.root}: {error}; choose "
-                "another"
+                "another directory"
             ) from error
 
     def _wait_for(self, lock: Any) -> None:
-        waits = f"waiting for another process, which encodes a text in data.cache_dir={self.root}"
+        waits = f"waiting for another process that encodes a text in data.cache_dir={self.root}"
         with log_if_long(waits), contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
 
     def _remove_leftovers(self) -> None:
+        """Delete unfinished directories of processes that have been killed."""
         for leftover in self.root.glob(".partial-*"):
             with contextlib.suppress(OSError):
                 if time.time() - leftover.stat().st_mtime > LEFTOVER_SECONDS:
                     shutil.rmtree(leftover, ignore_errors=True)
 
     def discard(self) -> None:
-        """Delete what this object has added, also the cache itself if it is new and empty."""
+        """Delete the directories and downloads that this object has added.
+
+        If the cache itself is new and then empty, it is deleted too.
+        """
         if not self.root.exists() or not (self._added or self._missing):
             return
         with contextlib.suppress(OSError, DataError), open_lock(self.root, self._wait_for):
@@ -191,7 +208,7 @@ class TextCache:
                 else:
                     path.unlink(missing_ok=True)
                     with contextlib.suppress(OSError):
-                        os.removedirs(path.parent)  # deletes empty parents only
+                        os.removedirs(path.parent)  # deletes only directories that are empty
             if self._missing and {*os.listdir(self.root)} <= {LOCK}:
                 (self.root / LOCK).unlink()
                 for path in self._missing:
@@ -199,6 +216,7 @@ class TextCache:
 
 
 def sha256_of_file(path: Path) -> str:
+    """Compute the SHA-256 of a file."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while piece := file.read(CHUNK_BYTES):

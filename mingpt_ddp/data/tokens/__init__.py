@@ -1,1 +1,1 @@
-"""Files of token ids."""
+"""Read files of token ids."""

@@ -1,4 +1,4 @@
-"""Tokens that lie in several files, as one array."""
+"""Present the tokens of several files as one array."""
 
 from bisect import bisect_right
 from functools import lru_cache
@@ -10,22 +10,24 @@ import numpy as np
 from mingpt_ddp.data.rng import Ints
 from mingpt_ddp.data.tokens.token_files import TokenFile, cut
 
-MAPPED = 128  # files at a time: each memory map of Python's holds a file descriptor
+MAX_MAPPED_FILES = 128  # each memory map of Python's holds a file descriptor
 
 
 class Shards:
-    """The tokens of files that follow each other, mapped when they are read."""
+    """The tokens of several files in a row. A file is mapped to memory when it is read."""
 
     def __init__(self, files: list[TokenFile], dtype: Any) -> None:
         """
         Args:
-            dtype: to view the tokens as, of the size of theirs.
+            files: The files in the order of their tokens.
+            dtype: Type that the tokens are viewed as. It has the same size as their own type.
         """
         self.dtype = np.dtype(dtype)
         self.itemsize = self.dtype.itemsize
         self._files = files
-        self._begins = [0, *accumulate(file.length for file in files)]  # and the end
-        self._map = lru_cache(MAPPED)(TokenFile.memmap)
+        # Index of the first token of each file, then the number of all tokens.
+        self._begins = [0, *accumulate(file.length for file in files)]
+        self._map = lru_cache(MAX_MAPPED_FILES)(TokenFile.memmap)
 
     def __len__(self) -> int:
         return self._begins[-1]
@@ -35,7 +37,7 @@ class Shards:
         return len(self) * self.itemsize
 
     def __getitem__(self, part: slice) -> "Shards":
-        """Return the tokens of a slice without a step."""
+        """Select a slice of the tokens. Its step must be 1."""
         begin, end, _ = part.indices(len(self))
         return Shards(cut(self._files, begin, end), self.dtype)
 
@@ -48,7 +50,7 @@ class Shards:
         return Shards(self._files, dtype)
 
     def windows(self, starts: Ints, length: int) -> Ints:
-        """Return the windows (N, length) that begin at `starts` (N,)."""
+        """Read the windows (N, length) that begin at `starts` (N,)."""
         windows = np.empty((len(starts), length), self.dtype)
         for window, start in zip(windows, starts.tolist(), strict=True):
             self._read_into(window, start)

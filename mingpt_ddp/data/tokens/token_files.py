@@ -1,4 +1,7 @@
-"""Files of token ids, memory-mapped where they lie: headerless, with llm.c's header, or .npy."""
+"""Read files of token ids, memory-mapped in place.
+
+A file has no header, the header of llm.c, or the one of .npy.
+"""
 
 import os
 import re
@@ -11,26 +14,34 @@ from mingpt_ddp.data.file_kinds import CONTROLS, FORMATS, Kind, is_utf8
 from mingpt_ddp.data.rng import Ints
 from mingpt_ddp.errors import DataError
 
-TOKEN_SUFFIXES = (".bin", ".npy")  # of the files of a directory that have tokens
-NPY = b"\x93NUMPY"
+TOKEN_SUFFIXES = (".bin", ".npy")  # a directory's files with these suffixes hold tokens
+NPY_MAGIC = b"\x93NUMPY"
 NPY_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
-# llm.c and modded-nanogpt begin with 256 of int32: a magic number, a version, the number of tokens
+# The header of llm.c and modded-nanogpt is 256 numbers of int32. The first three are a magic
+# number, a version and the number of tokens.
 HEADER = np.dtype("int32")
 HEADER_BYTES = 256 * HEADER.itemsize
 HEADERS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}  # version and type by magic number
-NO_TOKENS = FORMATS | {Kind("gzip", "decompress it first"): rb"\x1f\x8b\x08"}
-HEAD_BYTES = 1 << 12  # of a file, which are looked at: there may be thousands of files
-SCANNED = 1 << 22  # tokens looked at together
+OTHER_FORMATS = FORMATS | {Kind("gzip", "decompress it first"): rb"\x1f\x8b\x08"}
+HEAD_BYTES = 1 << 12  # read this much of each file to check it: there may be thousands of files
+SCANNED_TOKENS = 1 << 22  # number of tokens to check in one call
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """Consecutive tokens of a file."""
+    """Consecutive tokens of a file.
+
+    Attributes:
+        path: Path of the file.
+        dtype: Type of a token.
+        offset: Number of bytes in the file before the first of these tokens.
+        length: Number of tokens.
+    """
 
     path: str
     dtype: str
-    offset: int  # bytes before the first token
-    length: int  # tokens
+    offset: int
+    length: int
 
     @property
     def itemsize(self) -> int:
@@ -40,22 +51,28 @@ class TokenFile:
         return np.memmap(self.path, self.dtype, mode="r", offset=self.offset, shape=self.length)
 
     def cut(self, begin: int, end: int) -> "TokenFile":
-        """Return the tokens begin .. end - 1."""
+        """Narrow this to its tokens begin .. end - 1."""
         offset = self.offset + begin * self.itemsize
         return replace(self, offset=offset, length=end - begin)
 
 
 @dataclass(frozen=True)
-class Largest:
-    """The largest token id of files; a negative one counts as a number beyond all ids."""
+class LargestId:
+    """The largest token id in files, and its first occurrence.
+
+    Attributes:
+        id: The token id. Negative ids count as numbers above all others.
+        file: Index of the file.
+        position: Index of the token in the file.
+    """
 
     id: int
-    file: int  # its index
-    position: int  # in the file, of the first that is so large
+    file: int
+    position: int
 
 
 def cut(files: list[TokenFile], begin: int, end: int) -> list[TokenFile]:
-    """Return the tokens begin .. end - 1 of files that follow each other."""
+    """Select the tokens begin .. end - 1 of files, counted over all files in their order."""
     parts = []
     position = 0
     for file in files:
@@ -67,13 +84,16 @@ def cut(files: list[TokenFile], begin: int, end: int) -> list[TokenFile]:
 
 
 def find_tokens(paths: list[str], source: str, dtype: str | None) -> list[TokenFile]:
-    """Find the tokens of files that follow each other.
+    """Check the headers and sizes of token files, and find the tokens in each.
 
     Args:
-        dtype: `data.dtype`.
+        paths: Paths of the files, in the order of their tokens.
+        source: Name of the text in messages.
+        dtype: The setting `data.dtype`. None if it is left to the headers.
 
     Raises:
-        DataError: one has none, or their type is unknown or is not `data.dtype`.
+        DataError: A file has no tokens, or the type of its tokens is unknown or is not
+            `data.dtype`.
     """
     files: list[TokenFile] = []
     for path in paths:
@@ -86,31 +106,34 @@ def _read(path: str, name: str, dtype: str | None) -> TokenFile:
     """Find the tokens of a file by its first bytes.
 
     Args:
-        name: of the file, for messages.
-        dtype: `data.dtype`.
+        path: Path of the file.
+        name: Name of the file in messages.
+        dtype: The setting `data.dtype`. None if it is left to the header.
     """
     compression = fsspec.utils.infer_compression(name)
     if compression is not None:
-        raise DataError(f"{name} is compressed ({compression}); decompress it, to map it to memory")
+        raise DataError(
+            f"{name} is compressed ({compression}) and cannot be mapped to memory; decompress it"
+        )
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         head = file.read(HEAD_BYTES)
-    if head.startswith(NPY):
+    if head.startswith(NPY_MAGIC):
         token_file = _npy_tokens(path, name)
     elif known := _header(head, name):
         token_file = replace(known, path=path)
     elif dtype is None:
         raise DataError(
-            f"{name} has no header that says of which type its tokens are; give "
-            "data.dtype=uint16 (nanoGPT) or uint32"
+            f"{name} has no header that names the type of its tokens; give data.dtype=uint16 "
+            "(nanoGPT) or uint32"
         )
     else:
         _check_head(head, path, name, dtype)
         itemsize = np.dtype(dtype).itemsize
         if size % itemsize:
             raise DataError(
-                f"{name} has {size:,} bytes, no multiple of the {itemsize} of "
-                f"data.dtype={dtype}; it is cut off, or of another type"
+                f"{name} has {size:,} bytes, which is not a multiple of {itemsize}, the size of "
+                f"data.dtype={dtype}; it is cut off, or its tokens have another type"
             )
         token_file = TokenFile(path, dtype, 0, size // itemsize)
     if dtype not in (None, token_file.dtype):
@@ -118,7 +141,8 @@ def _read(path: str, name: str, dtype: str | None) -> TokenFile:
     expected = token_file.offset + token_file.length * token_file.itemsize
     if size != expected:
         raise DataError(
-            f"{name} has {size:,} bytes, and {expected:,} by its header; it is cut off or damaged"
+            f"{name} has {size:,} bytes, but {expected:,} according to its header; it is cut off "
+            "or damaged"
         )
     if token_file.length == 0:
         raise DataError(f"{name} has no tokens")
@@ -126,11 +150,15 @@ def _read(path: str, name: str, dtype: str | None) -> TokenFile:
 
 
 def _check_head(head: bytes, path: str, name: str, dtype: str) -> None:
-    """Refuse what is no headerless file of tokens of a type."""
+    """Refuse a file that does not look like headerless tokens of this type.
+
+    Raises:
+        DataError: The file looks like text, another format, or tokens of uint32 read as uint16.
+    """
     has_controls = len(head.translate(None, CONTROLS)) < len(head)
     if head and is_utf8(head) and not has_controls:
         raise DataError(f"{name} looks like text, not tokens; leave data.format out")
-    for kind, pattern in NO_TOKENS.items():
+    for kind, pattern in OTHER_FORMATS.items():
         if re.match(pattern, head, re.DOTALL):
             raise kind.refusal(name, path, "tokens")
     if dtype == "uint16" and len(head) == HEAD_BYTES:
@@ -140,22 +168,31 @@ def _check_head(head: bytes, path: str, name: str, dtype: str) -> None:
 
 
 def _npy_tokens(path: str, name: str) -> TokenFile:
+    """Find the tokens of a .npy file by its header."""
     try:
-        tokens = np.lib.format.open_memmap(path, mode="r")  # of no objects, so without pickle
+        # open_memmap refuses arrays of objects, so nothing is unpickled.
+        tokens = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError, OverflowError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{name} cannot be read as an array of NumPy: {reason}") from error
+        raise DataError(f"{name} cannot be read as a NumPy array: {reason}") from error
     native = [np.dtype(dtype) for dtype in NPY_TYPES]
     if tokens.ndim != 1 or tokens.dtype not in native:
         raise DataError(
-            f"{name} has an array of {tokens.dtype} in {tokens.ndim} dimensions; save one of "
-            f"{', '.join(NPY_TYPES)} in one dimension"
+            f"{name} has an array of {tokens.dtype} in {tokens.ndim} dimensions; save it in one "
+            f"dimension, as one of {', '.join(NPY_TYPES)}"
         )
     return TokenFile(path, str(tokens.dtype), tokens.offset, len(tokens))
 
 
 def _header(head: bytes, name: str) -> TokenFile | None:
-    """Return what a header says of the tokens, without the path; None: there is none."""
+    """Read the header of llm.c, if the file has one.
+
+    Returns:
+        The tokens that the header describes, without their path. None if there is no such header.
+
+    Raises:
+        DataError: The header has an unknown version, or a negative number of tokens.
+    """
     if len(head) < HEADER_BYTES:
         return None
     magic, version, length = np.frombuffer(head, HEADER, count=3).tolist()
@@ -169,16 +206,17 @@ def _header(head: bytes, name: str) -> TokenFile | None:
     return TokenFile("", dtype, HEADER_BYTES, length)
 
 
-def find_largest(files: list[TokenFile]) -> Largest:
-    largest = Largest(-1, 0, 0)
+def find_largest(files: list[TokenFile]) -> LargestId:
+    """Read all tokens of files, and find the largest id."""
+    largest = LargestId(-1, 0, 0)
     for index, file in enumerate(files):
         unsigned = np.dtype(f"u{file.itemsize}")
-        for begin in range(0, file.length, SCANNED):
-            part = file.cut(begin, min(begin + SCANNED, file.length))
-            # pages of a memory map would count as this process's memory
+        for begin in range(0, file.length, SCANNED_TOKENS):
+            part = file.cut(begin, min(begin + SCANNED_TOKENS, file.length))
+            # Read the file, because the pages of a memory map would count as this process's memory.
             tokens = np.fromfile(part.path, unsigned, part.length, offset=part.offset)
             position = int(tokens.argmax())
             token = int(tokens[position])
             if token > largest.id:
-                largest = Largest(token, index, begin + position)
+                largest = LargestId(token, index, begin + position)
     return largest

@@ -1,1 +1,1 @@
-"""The ranks of an attempt: how they find each other, exchange values, and notice a failure."""
+"""How the ranks of an attempt find each other, exchange values, and notice a failure."""

@@ -1,4 +1,7 @@
-"""Collectives of JSON values: torch's object collectives unpickle what they receive."""
+"""Collectives that exchange JSON values.
+
+Torch's object collectives are not used, because they unpickle data from other ranks.
+"""
 
 import hashlib
 import itertools
@@ -19,57 +22,59 @@ from mingpt_ddp.process.env import DistEnv
 T = TypeVar("T")
 D = TypeVar("D")
 
-SIZE_BYTES = 8  # before a value that is broadcast
-SHORT_BYTES = 1016  # of the value, in the first message
+# The first message of a broadcast holds the size of the value, and the first part of the value.
+SIZE_FIELD_BYTES = 8
+FIRST_PART_BYTES = 1016
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a call ended with on this rank."""
+class CallResult:
+    """The result of a call on this rank: its value or its error."""
 
-    # Its JSON value by "value", or its error by "error" with its rank.
+    # JSON value to send to other ranks: {"value": ...}, or {"error": ..., "rank": this rank}.
     packed: dict[str, Any] = field(default_factory=dict)
-    error: Exception | None = None
+    error: Exception | None = None  # the error itself, with its traceback
 
 
 class JsonCollectives:
-    """Collectives of JSON values on all ranks, and of what calls return or raise there.
+    """Exchange JSON values between ranks, and share the result or the error of a call.
 
-    A value that grows with tensors, names or the configuration is broadcast, or gathered on rank
-    zero; only small ones go from every rank to every rank.
+    Only small values are sent from every rank to every rank. A value that grows with the number of
+    tensors, the names or the configuration is broadcast, or gathered on rank zero.
     """
 
     def __init__(
         self,
         env: DistEnv,
         group: dist.ProcessGroup | None = None,
-        caught: type[Exception] = UserError,
+        shared_errors: type[Exception] = UserError,
     ) -> None:
         """
         Args:
-            group: of all ranks, for CPU tensors; None: the default one.
-            caught: which errors of a call are raised on every rank. Others are raised on their rank
-                alone, before the collective.
+            group: A process group of all ranks, for CPU tensors. None for the default group.
+            shared_errors: If a call raises such an error, then it is raised on every rank. Any
+                other error is raised only on the rank where it occurs, before the collective.
         """
         self.env = env
         self.rank = env.rank
         self.world_size = env.world_size
         self.is_rank_zero = env.is_rank_zero
         self._group = group
-        self._caught = caught
+        self._shared_errors = shared_errors
 
     def all_gather(self, value: T, on_rank_zero: bool = False) -> list[T]:
-        """Return the small JSON value of every rank, in rank order.
+        """Gather the JSON values of all ranks, in rank order.
 
         Args:
-            on_rank_zero: alone, where it may be large; the others return [].
+            value: The value of this rank. It must be small unless `on_rank_zero` is set.
+            on_rank_zero: Gather only on rank zero. The other ranks return an empty list.
         """
         if self.world_size == 1:
             return [value]
-        gets_parts = self.is_rank_zero or not on_rank_zero
+        gathers_here = self.is_rank_zero or not on_rank_zero
         with self._blocked():
-            encoded = self._padded(value)
-            parts = [torch.empty_like(encoded) for _ in range(self.world_size * gets_parts)]
+            encoded = self._encode_padded(value)
+            parts = [torch.empty_like(encoded) for _ in range(self.world_size * gathers_here)]
             if on_rank_zero:
                 dist.gather(encoded, parts or None, dst=0, group=self._group)
             else:
@@ -77,27 +82,31 @@ class JsonCollectives:
         return [_decode(part) for part in parts]
 
     def broadcast_json(self, value: T) -> T:
-        """Return rank zero's JSON value on every rank; what the others pass is ignored.
+        """Return rank zero's JSON value on every rank.
 
-        Most values fit into the first message, which says how long the value is.
+        The values of the other ranks are ignored. Most values fit into the first message, which
+        contains their size, so a second message is rare.
         """
         if self.world_size == 1:
             return value
         content = json.dumps(value).encode() if self.is_rank_zero else b""
-        size = len(content).to_bytes(SIZE_BYTES, "little")
-        first = _tensor(size + content[:SHORT_BYTES], SIZE_BYTES + SHORT_BYTES)
+        size = len(content).to_bytes(SIZE_FIELD_BYTES, "little")
+        first = _tensor(size + content[:FIRST_PART_BYTES], SIZE_FIELD_BYTES + FIRST_PART_BYTES)
         with self._blocked():
             dist.broadcast(first, src=0, group=self._group)
-            parts = [first[SIZE_BYTES:]]
-            left = int.from_bytes(first[:SIZE_BYTES].numpy().tobytes(), "little") - SHORT_BYTES
+            parts = [first[SIZE_FIELD_BYTES:]]
+            left = (
+                int.from_bytes(first[:SIZE_FIELD_BYTES].numpy().tobytes(), "little")
+                - FIRST_PART_BYTES
+            )
             if left > 0:
-                rest = _tensor(content[SHORT_BYTES:], left)
+                rest = _tensor(content[FIRST_PART_BYTES:], left)
                 dist.broadcast(rest, src=0, group=self._group)
                 parts.append(rest)
         return _decode(torch.cat(parts))
 
     def all_agree(self, value: Any) -> bool:
-        """Return whether every rank passes the same JSON value; only a digest is sent."""
+        """Return True if all ranks pass the same JSON value. Only a digest is sent."""
         if self.world_size == 1:
             return True
         content = json.dumps(value, sort_keys=True).encode()
@@ -108,74 +117,88 @@ class JsonCollectives:
         return extremes.tolist() == [number, -number]
 
     def check_agreement(self, value: T, refuse: Callable[[list[T]], None]) -> None:
-        """Call `refuse` on rank zero with the values of all ranks, unless they agree."""
+        """Check that all ranks have the same value. A collective.
+
+        Args:
+            value: The value of this rank.
+            refuse: If the values differ, rank zero calls it with the values of all ranks, in rank
+                order. It raises an error that describes the difference.
+        """
         if not self.all_agree(value):
             self.decide_on_rank_zero(lambda: value, refuse)
 
     def run_on_rank_zero(self, work: Callable[[], T]) -> T:
-        """Call `work` on rank 0; return its JSON value on every rank.
+        """Call `work` on rank zero, and return its JSON value on every rank.
 
         Raises:
-            UserError: on every rank, the error of rank 0.
-            OSError: in place of any other error that is caught; names the rank, has its errno.
+            UserError: The call has raised this error. It is raised on every rank.
+            OSError: The call has raised another error of the class `shared_errors`. The message
+                names the rank, and the errno is that of the original error.
         """
-        outcome = self._attempt(work) if self.is_rank_zero else Answer()
-        return self._value_of(self.broadcast_json(outcome.packed), outcome)
+        result = self._attempt(work) if self.is_rank_zero else CallResult()
+        return self._value_or_raise(self.broadcast_json(result.packed), result)
 
     def keep_on_rank_zero(self, work: Callable[[], T]) -> T | None:
-        """Call `work` on rank 0; return its value there, of any type, and None on other ranks.
+        """Call `work` on rank zero, and return its value there. Return None on other ranks.
+
+        The value may have any type, because it is not sent to other ranks.
 
         Raises:
-            UserError, OSError: as `run_on_rank_zero`.
+            UserError, OSError: The call has failed; see `run_on_rank_zero`.
         """
         results = list[T]()
         self.run_on_rank_zero(lambda: results.append(work()))
         return results[0] if results else None
 
     def run_on_each_node(self, work: Callable[[], T]) -> T:
-        """Call `work` on the first rank of every node; return its JSON value on every rank.
+        """Call `work` on the first rank of every node, and return its JSON value on every rank.
 
         Raises:
-            UserError, OSError: as `run_on_rank_zero`; or the nodes returned different values.
+            UserError, OSError: A call has failed; see `run_on_rank_zero`.
+            RunError: The nodes returned different values.
         """
         is_caller = self.env.local_rank == 0 or self.is_rank_zero
         return self.decide_on_rank_zero(lambda: [work()] if is_caller else [], _common_value)
 
     def decide_on_rank_zero(self, work: Callable[[], T], decide: Callable[[list[T]], D]) -> D:
-        """Call `work` on every rank, and `decide` on rank zero with its JSON values. A collective.
+        """Call `work` on every rank, and let rank zero decide on the results. A collective.
 
         Args:
-            decide: takes the values in rank order; its own is small, and returned on every rank.
+            work: Returns a JSON value.
+            decide: Rank zero calls it with the values of all ranks, in rank order. Its result is
+                a small JSON value, which is returned on every rank.
 
         Raises:
-            UserError, OSError: as `run_on_rank_zero`, of the first rank whose `work` failed, or of
-                `decide`.
+            UserError, OSError: A call of `work` has failed, or else the call of `decide`; see
+                `run_on_rank_zero`. If several ranks have failed, the error of the first one counts.
         """
-        outcome = self._attempt(work)
-        packed = outcome.packed
+        result = self._attempt(work)
+        packed = result.packed
         gathered = self.all_gather(packed, on_rank_zero=True)
         if self.is_rank_zero:
             failed = [each for each in gathered if "error" in each]
             if failed:
                 packed = failed[0]
             else:
-                outcome = self._attempt(partial(decide, [each["value"] for each in gathered]))
-                packed = outcome.packed
-        return self._value_of(self.broadcast_json(packed), outcome)
+                result = self._attempt(partial(decide, [each["value"] for each in gathered]))
+                packed = result.packed
+        return self._value_or_raise(self.broadcast_json(packed), result)
 
-    def _attempt(self, work: Callable[[], Any]) -> Answer:
+    def _attempt(self, work: Callable[[], Any]) -> CallResult:
         try:
-            return Answer({"value": work()})
-        except self._caught as error:
+            return CallResult({"value": work()})
+        except self._shared_errors as error:
             traceback = error.__traceback__
-            error = error.with_traceback(traceback and traceback.tb_next)  # without this frame
-            return Answer({"error": pack_error(error), "rank": self.rank}, error)
+            # Remove this function from the traceback.
+            error = error.with_traceback(traceback and traceback.tb_next)
+            return CallResult({"error": pack_error(error), "rank": self.rank}, error)
 
-    def _value_of(self, packed: dict[str, Any], own: Answer) -> Any:
-        """Return the value of an outcome, or raise its error.
+    def _value_or_raise(self, packed: dict[str, Any], own: CallResult) -> Any:
+        """Return the value of a packed result, or raise its error.
 
         Args:
-            own: the outcome on this rank, whose error is the cause.
+            packed: The result that all ranks share.
+            own: The result of this rank. Its error becomes the cause of the raised error.
         """
         if "error" not in packed:
             return packed["value"]
@@ -183,43 +206,49 @@ class JsonCollectives:
         raise unpack_error(packed["error"], rank) from own.error
 
     def _blocked(self) -> AbstractContextManager[None]:
-        """Return a context in which this rank waits for others."""
+        """Return a context for the wait in a collective. A subclass marks it in the heartbeat."""
         return nullcontext()
 
-    def _padded(self, value: Any) -> Tensor:
-        """Return a JSON value, as long as the longest of all ranks. A collective."""
+    def _encode_padded(self, value: Any) -> Tensor:
+        """Encode a JSON value, padded to the length of the longest value of all ranks.
+
+        A collective.
+        """
         content = json.dumps(value).encode()
         size = torch.tensor([len(content)])
         dist.all_reduce(size, dist.ReduceOp.MAX, self._group)
         return _tensor(content, int(size))
 
 
-def _common_value(of_ranks: list[list[T]]) -> T:
-    values = [*itertools.chain.from_iterable(of_ranks)]
+def _common_value(values_by_rank: list[list[T]]) -> T:
+    values = [*itertools.chain.from_iterable(values_by_rank)]
     if any(value != values[0] for value in values):
         raise RunError(f"the nodes have different texts or configurations: {values}"[:300])
     return values[0]
 
 
 def _tensor(content: bytes, size: int) -> Tensor:
-    """Return bytes (size), padded with spaces."""
+    """Return a tensor (size) of these bytes, padded with spaces."""
     return torch.frombuffer(bytearray(content.ljust(size)), dtype=torch.uint8)
 
 
 def _decode(content: Tensor) -> Any:
-    """Return the JSON value of padded bytes: the parser skips spaces."""
+    """Return the JSON value in these bytes. The parser skips the padding."""
     return json.loads(content.numpy().tobytes())
 
 
 def refuse_differing_names(by_rank: list[list[str]]) -> None:
-    """Refuse losses or metrics that not all ranks have, of which no mean can be taken.
+    """Refuse losses or metrics that only some ranks have, because they have no mean over ranks.
+
+    Args:
+        by_rank: Names of the losses or metrics of each rank.
 
     Raises:
-        TrainingError: names a rank and what differs.
+        TrainingError: It names a rank, and the losses or metrics that differ.
     """
     for rank, names in enumerate(by_rank):
         if differing := sorted({*names} ^ {*by_rank[0]}):
             raise TrainingError(
-                f"rank {rank} has other losses or metrics than rank 0: {', '.join(differing)}; "
+                f"ranks 0 and {rank} have different losses or metrics: {', '.join(differing)}; "
                 "return the same names on every rank"
             )

@@ -1,6 +1,7 @@
 """The process group of one attempt: collectives and the heartbeat.
 
-With a single process every collective is the identity, so callers need not check the world size.
+With a single process, every collective returns its input, so callers need not check the number of
+ranks.
 """
 
 import contextlib
@@ -25,18 +26,19 @@ from mingpt_ddp.process.failures import Failures
 from mingpt_ddp.storage.lock import log_if_long
 
 T = TypeVar("T")
-SMALL_BYTES = 1 << 20  # of tensors that share a message
-WAITING = "waiting for other ranks"  # name of the profiler's events
-STARTING = "starting"  # the activity until the first batch or evaluation
-PREPARING = "reading the data"  # the activity of ranks of which nothing but a stop is a hang
+MAX_PACKED_BYTES = 1 << 20  # tensors up to this size are packed into one message
+WAITING_EVENT = "waiting for other ranks"  # name of this event in the profiler
+STARTING = "starting"  # activity of a rank until its first batch or evaluation
+# Activity of a rank that may take any time. The watchdog only checks that its process responds.
+PREPARING = "reading the data"
 FIRST_HEARTBEAT = {"count": 0, "activity": STARTING, "waiting": False}
 
 
 def check_ranks(ddp: DDPConfig, world_size: int) -> None:
-    """Refuse ranks that cannot share copies of a model.
+    """Refuse a number of ranks that cannot be divided into copies of the model.
 
     Raises:
-        ConfigError: names the key.
+        ConfigError: It names the key.
     """
     if world_size % ddp.tensor_parallel:
         raise ConfigError(
@@ -46,10 +48,12 @@ def check_ranks(ddp: DDPConfig, world_size: int) -> None:
 
 
 def name_backends(backend: str, device_type: str) -> tuple[str, str]:
-    """Return torch's name of the backends of a group, and the one that reduces gradients.
+    """Return torch's name for the backends of a group, and the backend that reduces gradients.
+
+    CPU tensors use gloo or MPI even if there is a GPU.
 
     Args:
-        backend: ddp.backend. CPU tensors use gloo or MPI even if there is a GPU.
+        backend: The value of ddp.backend.
     """
     cpu_backend = "mpi" if backend == "mpi" else "gloo"
     if device_type != "cuda":
@@ -59,56 +63,61 @@ def name_backends(backend: str, device_type: str) -> tuple[str, str]:
 
 
 class ProcessGroup(JsonCollectives):
-    """This rank's handle on all ranks of the job."""
+    """The collectives of this rank with all ranks of the job, and its heartbeat."""
 
     def __init__(self, env: DistEnv, ddp: DDPConfig, job: int) -> None:
-        """Join the process group of this attempt; `connect` then connects the ranks.
+        """Wait in the store for the other ranks of this attempt. Call `connect` afterwards.
 
         Args:
-            job: index of the job in a sweep; every job has its own process group.
+            job: Index of the job in a sweep. Every job has its own process group.
 
         Raises:
-            JoinError: not all ranks joined within ddp.timeout_s.
-            RunError: an earlier attempt failed with a fatal error.
-            ConfigError: the ranks cannot share copies of the model.
+            JoinError: Not all ranks joined within ddp.timeout_s.
+            RunError: An earlier attempt failed with a fatal error.
+            ConfigError: The ranks cannot be divided into copies of the model.
         """
         super().__init__(env)
-        # For the snapshot thread, which runs concurrently with the training thread.
-        self.io = JsonCollectives(env, caught=Exception)
-        # For the training thread, before there is a snapshot thread: without a timeout.
-        self._patient = JsonCollectives(env)
+        # Collectives of the snapshot thread, which runs concurrently with the training thread.
+        self.io = JsonCollectives(env, shared_errors=Exception)
+        # Collectives without a timeout. The training thread uses them before training, when there
+        # is no snapshot thread yet.
+        self._untimed = JsonCollectives(env)
         self.timeout_s = ddp.timeout_s
-        # Tensor parallelism: consecutive ranks share a copy of the model, and the part of the batch
-        # of that copy.
+        # With tensor parallelism, consecutive ranks hold one copy of the model together and get the
+        # same micro-batches. `data_rank` is the number of this rank's copy.
         self.tensor_size = ddp.tensor_parallel
         check_ranks(ddp, self.world_size)
         self.data_rank = self.rank // self.tensor_size
         self.data_size = self.world_size // self.tensor_size
-        self.mesh: DeviceMesh | None = None  # data x tensor, with tensor parallelism
-        self._copy_group: dist.ProcessGroup | None = None  # the ranks of this copy, for CPU tensors
-        self.store: dist.Store | None = None  # of this attempt
-        # With ddp.backend=auto, if all ranks are on one machine.
+        self.mesh: DeviceMesh | None = None  # (data, tensor); None without tensor parallelism
+        # For CPU tensors of the ranks that share this rank's copy of the model.
+        self._copy_group: dist.ProcessGroup | None = None
+        self.store: dist.Store | None = None  # store with the keys of this attempt
+        # Set with ddp.backend=auto if all ranks are on the CPUs of one machine.
         self.shared_memory: SharedMemoryGroup | None = None
-        self.transport = "none"  # of the gradients: shared memory, or a backend of torch
-        # The training thread's activity, which the watchdog reads to find the straggler: a new dict
-        # at every change.
+        # How gradients travel between ranks: "shared memory", or the name of a backend of torch.
+        self.transport = "none"
+        # The activity of the training thread. The watchdog reads it to find a rank that hangs.
+        # Every change sets a new dict.
         self.heartbeat: dict[str, Any] = FIRST_HEARTBEAT
-        # Whether this rank's snapshot thread writes what it has staged, or waits for the others.
+        # True while the snapshot thread of this rank writes a snapshot or waits for other ranks.
         self.is_writing = False
-        self._job_store: dist.Store | None = None  # shared by all attempts under one agent
-        if self.world_size > 1 or env.has_agent:  # a worker whose agent died finds no store
+        self._job_store: dist.Store | None = None  # store that all attempts of the job share
+        # A single worker that has an agent joins too. If its agent has died, there is no store, and
+        # the worker fails.
+        if self.world_size > 1 or env.has_agent:
             self._job_store, self.store = join(env, job, self.timeout_s)
         self.closed = threading.Event()
         self.failures = Failures(self.store, self.rank, self.world_size, self._job_store)
 
     def connect(self, device: torch.device, ddp: DDPConfig) -> None:
-        """Connect to the other ranks, which have joined.
+        """Connect to the other ranks after all have joined.
 
         Args:
-            device: of this rank.
+            device: The device of this rank.
 
         Raises:
-            ConfigError: two ranks use the same GPU.
+            ConfigError: Two ranks use the same GPU.
         """
         if self.world_size == 1:
             return
@@ -122,11 +131,11 @@ class ProcessGroup(JsonCollectives):
             world_size=self.world_size,
             timeout=timedelta(seconds=self.timeout_s),
         )
-        # Its ranks may wait for storage that is unavailable; gloo notices a dead peer before the
-        # timeout.
+        # The timeout is long, because ranks may have to wait until storage is available again. Gloo
+        # notices a dead peer regardless of the timeout.
         io_group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
-        self.io = JsonCollectives(self.env, io_group, caught=Exception)
-        self._patient = JsonCollectives(self.env, io_group)
+        self.io = JsonCollectives(self.env, io_group, shared_errors=Exception)
+        self._untimed = JsonCollectives(self.env, io_group)
         if device.type == "cuda" and backend in ("auto", "nccl"):
             uuid = str(torch.cuda.get_device_properties(device).uuid)
             refuse_shared_gpus(self.all_gather(uuid))
@@ -139,38 +148,38 @@ class ProcessGroup(JsonCollectives):
         self.set_activity(STARTING)
 
     def _split_into_copies(self, device_type: str) -> None:
-        """Create the groups of tensor parallelism."""
+        """Create the process groups for tensor parallelism."""
         shape = (self.data_size, self.tensor_size)
         self.mesh = init_device_mesh(device_type, shape, mesh_dim_names=("data", "tensor"))
         for first in range(0, self.world_size, self.tensor_size):
             ranks = list(range(first, first + self.tensor_size))
-            group = dist.new_group(ranks, backend="gloo")  # every rank creates all groups
+            group = dist.new_group(ranks, backend="gloo")  # a collective of all ranks
             if self.rank in ranks:
                 self._copy_group = group
 
     def prepare_on_each_node(self, work: Callable[[], T], what: str) -> T:
-        """Call `work` on the first rank of every node before training, however long it takes.
+        """Call `work` on the first rank of every node, and return its JSON value on every rank.
 
-        Return its JSON value on every rank. The end or a stop of a process ends the wait, nothing
-        else; the log says what the others wait for.
+        Called before training. The other ranks wait without a timeout, and the log says what they
+        wait for. They stop waiting only if a process has ended or is stopped.
 
         Args:
-            what: it does, as in "reading data.path=my.txt".
+            what: What the call does, for the log, such as "reading data.path=my.txt".
 
         Raises:
-            UserError: as `run_on_each_node`.
+            UserError: A call has failed, or the nodes returned different values.
         """
         where = "" if self.world_size == 1 else " on one rank of each node; the others wait for it"
         self.set_activity(PREPARING)
         with log_if_long(f"{what}{where}"):
-            value = self._patient.run_on_each_node(work)
+            value = self._untimed.run_on_each_node(work)
         self.set_activity(STARTING)
         return value
 
     def close(self) -> None:
-        """Destroy the process group. A collective.
+        """Wait for all ranks, then destroy the process group. A collective.
 
-        An early exit would stall the launcher's exit barrier.
+        A rank that exits before the others would stall the launcher's exit barrier.
         """
         if dist.is_initialized():
             self.set_activity("ending")
@@ -178,7 +187,7 @@ class ProcessGroup(JsonCollectives):
         self.leave()
 
     def leave(self) -> None:
-        """Destroy this rank's part of the process group, which also ends its watchdog."""
+        """Leave the process group without waiting for other ranks. This also ends the watchdog."""
         if dist.is_initialized():
             dist.destroy_process_group()
         if self.shared_memory is not None:
@@ -186,7 +195,7 @@ class ProcessGroup(JsonCollectives):
         self.closed.set()
 
     def barrier(self) -> None:
-        """Wait until every rank has called this."""
+        """Wait until every rank has called this method."""
         self.all_reduce(torch.zeros(1))
 
     def all_reduce(self, values: Tensor) -> Tensor:
@@ -197,9 +206,9 @@ class ProcessGroup(JsonCollectives):
         return values
 
     def all_gather_async(self, values: Tensor) -> Callable[[], Tensor]:
-        """Start an all_gather of a CPU tensor (n).
+        """Start to gather a CPU tensor (n) from every rank.
 
-        The returned function waits for the result (world size, n).
+        Return a function that waits for the result, a tensor (world size, n).
         """
         if self.world_size == 1:
             return lambda: values[None]
@@ -217,7 +226,11 @@ class ProcessGroup(JsonCollectives):
         return wait
 
     def broadcast_tensors(self, tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
-        """Broadcast rank zero's CPU tensors; the other ranks pass None."""
+        """Return rank zero's CPU tensors on every rank.
+
+        Args:
+            tensors: Tensors by name on rank zero. None on the other ranks.
+        """
         if self.world_size == 1:
             assert tensors is not None
             return tensors
@@ -231,19 +244,20 @@ class ProcessGroup(JsonCollectives):
                 received[name] = tensors[name].contiguous()
             else:
                 received[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-        small = [tensor for tensor in received.values() if tensor.nbytes <= SMALL_BYTES]
+        small = [tensor for tensor in received.values() if tensor.nbytes <= MAX_PACKED_BYTES]
         for tensor in received.values():
-            if tensor.nbytes > SMALL_BYTES:
-                with self._blocked():  # each, or many large ones would look like a hang
+            if tensor.nbytes > MAX_PACKED_BYTES:
+                # Update the heartbeat for each tensor. Otherwise, many large ones look like a hang.
+                with self._blocked():
                     dist.broadcast(tensor, src=0)
         with self._blocked():
             self._broadcast_packed(small)
         return received
 
     def _broadcast_packed(self, tensors: list[Tensor]) -> None:
-        """Broadcast rank zero's contiguous CPU tensors into those of the other ranks.
+        """Broadcast rank zero's contiguous CPU tensors into the tensors of the other ranks.
 
-        It is one message: each takes a millisecond, however small it is.
+        They travel in one message, because each message takes a millisecond, however small it is.
         """
         if not tensors:
             return
@@ -256,7 +270,10 @@ class ProcessGroup(JsonCollectives):
             content.copy_(part)
 
     def any_in_copy(self, flag: bool) -> bool:
-        """Return whether a rank of this copy of the model set the flag: they must decide alike."""
+        """Return True if the flag is set on any rank that shares this copy of the model.
+
+        These ranks must decide alike, because their passes are collectives.
+        """
         if self.mesh is None:
             return flag
         flags = torch.tensor([float(flag)])
@@ -265,13 +282,23 @@ class ProcessGroup(JsonCollectives):
         return bool(flags)
 
     def get_or_set(self, key: str, make: Callable[[], str]) -> str:
-        """Return the value of `make` from the first attempt, also after restarts by the agent."""
+        """Return the value that the first attempt has stored under a key, also after restarts.
+
+        Args:
+            key: Key of the value in the store of the job.
+            make: Returns the value to store. Later attempts ignore it.
+        """
         if self._job_store is None:
             return make()
         return self._job_store.compare_set(key, "", make()).decode()
 
     def set_activity(self, activity: str, waiting: bool = False) -> None:
-        """Update the heartbeat: the activity of this rank, and whether it waits for others."""
+        """Update the heartbeat of this rank.
+
+        Args:
+            activity: What this rank does, for messages about a hang.
+            waiting: True if this rank waits for others. Then the watchdog does not blame it.
+        """
         self.heartbeat = {
             "count": self.heartbeat["count"] + 1,
             "activity": activity,
@@ -280,10 +307,10 @@ class ProcessGroup(JsonCollectives):
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Mark in the heartbeat that this rank waits for others in this context.
+        """Mark in the heartbeat that this rank waits for other ranks in this context.
 
-        For a collective of torch that blocks, and for reading from a GPU, whose queue may hold
-        collectives: else the watchdog would blame this rank for one that is late.
+        Use it for blocking collectives of torch, and for reads from a GPU, whose queue may contain
+        collectives. Otherwise the watchdog would blame this rank for a rank that is late.
         """
         was_waiting = self.heartbeat["waiting"]
         self.set_activity(self.heartbeat["activity"], waiting=True)
@@ -294,5 +321,5 @@ class ProcessGroup(JsonCollectives):
 
     @contextlib.contextmanager
     def _blocked(self) -> Iterator[None]:
-        with self.waiting(), torch.profiler.record_function(WAITING):
+        with self.waiting(), torch.profiler.record_function(WAITING_EVENT):
             yield

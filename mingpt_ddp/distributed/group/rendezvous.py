@@ -2,7 +2,7 @@
 
 The launcher's store outlives the workers: after a restart it still holds the addresses of dead
 processes. Therefore every process writes a fresh id. Rank zero invites each id that it finds, the
-process of that id confirms, which a dead one cannot, and once one process of each rank has
+process with that id confirms, which a dead process cannot do. Once one process of each rank has
 confirmed, rank zero starts the attempt. The keys of its process group are prefixed with rank zero's
 id, which is unique to the attempt.
 
@@ -27,10 +27,12 @@ from mingpt_ddp.process.job_store import (
 )
 
 TIMEOUT_FRACTION = 0.8  # share of ddp.timeout_s after which a hanging rank is named
-LONGEST_PAUSE_S = 0.25
-STORE_CALL_S = 5e-5  # seconds in which the store answers a call
-LOOKING_S = 1.0  # a late process looks for this long whether rank zero is joining
-CONFIRM_S = 2.0  # within this time a joining process confirms, even if it begins to look
+LONGEST_PAUSE_S = 0.25  # longest pause between two looks at the store
+STORE_CALL_S = 5e-5  # time that the store takes to answer a call
+# A late process watches the store this long to find out if rank zero is joining.
+LOOKING_S = 1.0
+# A process that is joining confirms an invitation within this time, even if it is just watching.
+CONFIRM_S = 2.0
 STARTER = "starter"  # key in the store: a counter that rank zero increases while it joins
 REFUSED = "!"  # first character of a refusal, which rank zero sends instead of an invitation
 
@@ -88,7 +90,10 @@ class _Joining:
         store.set(f"hello/{env.rank}", self.id)
 
     def start(self) -> str:
-        """On rank zero, invite the others until a process of each has confirmed. Return the id."""
+        """On rank zero, invite processes until one of each rank has confirmed.
+
+        Return the id of rank zero, which is the name of the attempt.
+        """
         hellos = [f"hello/{rank}" for rank in range(1, self.env.world_size)]
         invited: set[str] = set()  # ids, some of which may belong to dead processes
         while True:
@@ -118,9 +123,10 @@ class _Joining:
                 raise error
 
     def wait_for_start(self) -> str:
-        """On another rank, confirm invitations until rank zero starts the attempt. Return its id.
+        """On any other rank, confirm invitations until rank zero starts the attempt.
 
-        There may be a second invitation, from a successor of rank zero.
+        Return the name of the attempt, which is the id of rank zero. There may be a second
+        invitation if another process takes over as rank zero.
         """
         attempt = ""
         while True:
@@ -138,9 +144,10 @@ class _Joining:
                 raise _missing_error("0")
 
     def _read(self, hellos: list[str], is_late: bool) -> list[str]:
-        """Return the hello of each rank: its id, followed by rank zero's id once it has confirmed.
+        """Read the hello of each rank: its id, followed by rank zero's id once it has confirmed.
 
-        A rank without a hello has "". Unless it is late, all have "" until every rank has a hello.
+        The hello of a rank that has not written one is "". Until the time to join is over, all are
+        "" while any is missing.
         """
         if self.store.check(hellos):
             return [value.decode() for value in self.store.multi_get(hellos)]
@@ -151,7 +158,7 @@ class _Joining:
             self.store.set(f"{what}/{each}", value)
 
     def _pause(self) -> None:
-        """Wait before the next question, because the store serves all ranks. Raise fatal errors.
+        """Wait before the next look at the store, because it serves all ranks. Raise fatal errors.
 
         A pause is a fraction of the time so far, so it delays the join by at most that fraction.
         """
@@ -176,10 +183,10 @@ class _Joining:
         return True
 
     def _is_starting(self, attempt: str) -> bool:
-        """Return True if rank zero is joining too. Then it names the missing ranks, or starts.
+        """Return True if rank zero is joining too. It will then start, or name the missing ranks.
 
         Args:
-            attempt: The last invitation.
+            attempt: The last invitation that this process has received.
         """
         before = get_now(self.store, STARTER)
         time.sleep(LOOKING_S)

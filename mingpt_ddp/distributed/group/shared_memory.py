@@ -1,9 +1,11 @@
-"""Collectives for ranks on one machine, by Unix sockets and shared memory.
+"""Collectives for ranks on one machine, using Unix sockets and shared memory.
 
-A gloo collective between two processes on one machine passes through the kernel's TCP stack and a
-thread on each side: ten times the CPU time of copying and adding for a few megabytes, a thousand
-times for a few bytes. Shared memory and socket names are anonymous, so killed ranks leave no files.
-The kernel closes a dead rank's sockets, which the others notice immediately.
+Between two processes on one machine, a gloo collective passes through the kernel's TCP stack and a
+thread on each side. For a few megabytes this takes ten times the CPU time of copying and adding,
+and for a few bytes a thousand times.
+
+Shared memory and socket names are anonymous, so killed ranks leave no files behind. The kernel
+closes the sockets of a dead rank, so the other ranks notice its death immediately.
 """
 
 import contextlib
@@ -22,12 +24,13 @@ from torch import Tensor
 
 
 class SharedMemoryGroup:
-    """The connections of one rank to all others."""
+    """The connections of this rank to all other ranks."""
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket], timeout_s: float) -> None:
         """
         Args:
-            sockets: by the rank at the other end.
+            sockets: Connected sockets, by the rank at the other end.
+            timeout_s: Timeout of the sockets in seconds.
         """
         self.rank = rank
         self.timeout_s = timeout_s
@@ -48,7 +51,7 @@ class SharedMemoryGroup:
         """Wait for a message of `size` bytes from every other rank.
 
         Raises:
-            DistNetworkError: a rank has closed its connection or sent nothing for `timeout_s`
+            DistNetworkError: A rank has closed its connection, or has sent nothing for `timeout_s`
                 seconds.
         """
         messages = {}
@@ -84,9 +87,13 @@ class SharedMemoryGroup:
             ) from error
 
     def all_gather_async(self, parts: list[Tensor], values: Tensor) -> Callable[[], None]:
-        """Send a CPU tensor to all ranks.
+        """Send a CPU tensor to all ranks, without waiting for them.
 
-        The returned function waits for theirs and copies all to `parts`.
+        Return a function that waits for the tensors of the other ranks.
+
+        Args:
+            parts: Receives the tensors of all ranks, in rank order.
+            values: The tensor of this rank.
         """
         self.send_all(values.numpy().tobytes())
         parts[self.rank].copy_(values)
@@ -98,10 +105,10 @@ class SharedMemoryGroup:
         return wait
 
     def allocate(self, size: int) -> Tensor:
-        """Allocate `size` bytes that all ranks read and write. A collective."""
+        """Allocate `size` bytes of memory that all ranks share. A collective."""
         if self.rank == 0:
             file = os.memfd_create("gradients")
-            os.posix_fallocate(file, 0, size)  # insufficient memory raises now, not SIGBUS later
+            os.posix_fallocate(file, 0, size)  # raise now if memory is short, or SIGBUS comes later
             for connection in self._sockets.values():
                 socket.send_fds(connection, [b"m"], [file])
         else:
@@ -114,14 +121,14 @@ class SharedMemoryGroup:
 def connect_local_ranks(
     rank: int, all_gather: Callable[[Any], list[Any]], timeout_s: float
 ) -> SharedMemoryGroup | None:
-    """Connect all ranks; None if they are not all on this machine. A collective.
+    """Connect all ranks. Return None if they are not all on this machine. A collective.
 
-    The sockets have abstract names, which need no filesystem and end with the process.
+    The sockets have abstract names, which need no file system and vanish with the process.
 
     Args:
-        all_gather: returns the JSON value of every rank, in rank order.
+        all_gather: Sends a JSON value to all ranks. Returns the values of all ranks, in rank order.
     """
-    machine = _machine()
+    machine = _machine_id()
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as listener:
         name = f"\0mingpt_ddp/{uuid.uuid4().hex}"
         if machine is not None:
@@ -148,14 +155,17 @@ def connect_local_ranks(
 
 
 def _is_own_user(connection: socket.socket) -> bool:
-    """Return whether this user's process connected: /proc/net/unix shows all users the names."""
+    """Return True if the process at the other end belongs to this user.
+
+    Other users could connect too, because /proc/net/unix shows the socket names to all users.
+    """
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     _, user, _ = struct.unpack("3i", credentials)
     return bool(user == os.getuid())
 
 
-def _machine() -> list[str] | None:
-    """Return an id of this machine and network namespace; None without abstract socket names."""
+def _machine_id() -> list[str] | None:
+    """Return an id of this machine and network namespace. None without abstract socket names."""
     try:
         return [
             socket.gethostname(),

@@ -1,1 +1,1 @@
-"""Local workers: their launcher, what they start from, and the channels back to it."""
+"""Start the workers of this machine, watch them, and exchange messages with them."""

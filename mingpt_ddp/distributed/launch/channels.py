@@ -1,4 +1,4 @@
-"""Channels between workers and their launcher: evaluations for a pruner, and outcomes."""
+"""Channels from workers to their launcher: evaluations for a pruner, and the outcomes of jobs."""
 
 import asyncio
 import contextlib
@@ -29,13 +29,13 @@ MAX_OUTCOME_BYTES = select.PIPE_BUF - 64
 class WorkerEnds:
     """The worker's ends of its channels. Multiprocessing passes them to the process."""
 
-    reports: Connection | None  # None on all ranks but zero
+    reports: Connection | None  # only on rank zero, and only if there is a pruner callback
     outcomes: Connection
     has_console: bool  # True if the worker writes to the launcher's console
     has_pruner: bool  # True if the launcher has a pruner callback for evaluations
 
     def open(self) -> None:
-        """Silence a worker without a console."""
+        """Discard the output of this worker, unless it writes to the launcher's console."""
         if not self.has_console:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             for name, descriptor in (("stdout", 1), ("stderr", 2)):
@@ -51,7 +51,7 @@ class WorkerEnds:
         return None if reason is None else str(reason)
 
     def send(self, outcome: Outcome) -> None:
-        """Tell the launcher how this worker has ended."""
+        """Tell the launcher how the job has ended on this worker."""
         with contextlib.suppress(OSError):  # the launcher has died
             content = outcome.to_json().encode()
             if len(content) <= MAX_OUTCOME_BYTES:
@@ -103,7 +103,7 @@ class Channels:
         Args:
             joined: Waits until all workers have exited.
         """
-        self._close_worker_ends()  # the workers have copies of their own
+        self._close_worker_ends()  # the workers have their own copies
         join = asyncio.ensure_future(joined)
         answer = asyncio.ensure_future(self._answer())
         try:

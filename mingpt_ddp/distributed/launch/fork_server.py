@@ -1,6 +1,7 @@
-"""Processes forked from a server that has imported torch once: `multiprocessing`'s forkserver.
+"""The fork server: a process that imports torch once, and then forks workers.
 
-The server dies with the process that started it, and its children die with the server.
+It is the forkserver of multiprocessing. It dies with the process that started it, and its children
+die with it.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from typing import Any
 from mingpt_ddp.process.interrupts import SIGNALS
 from mingpt_ddp.process.sockets import make_socket_directory
 
+# Modules that the server imports before it forks workers.
 PRELOADED = [
     "mingpt_ddp.distributed.launch.preload",
     "mingpt_ddp.cli.train_job",
@@ -23,9 +25,9 @@ PRELOADED = [
 
 
 def start_server() -> None:
-    """Start the server unless it is running.
+    """Start the server, unless it is running.
 
-    It imports torch for seconds, concurrently with this process.
+    It takes some seconds to import torch. Meanwhile this process can continue.
     """
     make_socket_directory()
     before = dict(os.environ)
@@ -43,19 +45,22 @@ def start_server() -> None:
 
 
 def import_path() -> str:
-    """Return PYTHONPATH for an interpreter that imports this package, also from a checkout."""
+    """Return a PYTHONPATH with which an interpreter finds this package, even in a checkout."""
     checkout = str(Path(__file__).resolve().parents[3])
     path = os.environ.get("PYTHONPATH", "")
     if Path(checkout).name in ("site-packages", "dist-packages"):
-        return path  # an installed package needs no entry, which would hide the standard library
+        # An installed package needs no entry. In PYTHONPATH, site-packages would come before the
+        # standard library and hide its modules.
+        return path
     return os.pathsep.join(filter(None, [checkout, path]))
 
 
 def start_process(new: process.BaseProcess) -> None:
-    """Start a process, in which the signals of the launcher are blocked.
+    """Start a process in which SIGNALS are blocked.
 
-    The server has blocked them for those that it forks. This process goes on to handle signals
-    then: it waits for a server that may be stopped.
+    A process that the server forks inherits this from the server. In that case, do not block the
+    signals here: this process must still react to them while it waits for a server that may be
+    stopped.
     """
     is_forked = isinstance(new, context.ForkServerProcess)
     with contextlib.nullcontext() if is_forked else _signals_blocked():
@@ -64,14 +69,15 @@ def start_process(new: process.BaseProcess) -> None:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block SIGNALS in this context, and in processes that start in it and inherit the mask.
+    """Block SIGNALS in this context. Processes that are started in it inherit the signal mask.
 
-    A terminal or a scheduler may signal all processes of a run. Only the launcher reacts, and
-    forwards the signal to the workers, which unblock it.
+    A terminal or a scheduler may send a signal to all processes of a run. Only the launcher should
+    react to it. It then forwards the signal to the workers, which have unblocked it.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        resource_tracker.ensure_running()  # it inherits the mask too, and unblocks signals here
+        # The tracker inherits the mask too. Starting it unblocks signals in this process.
+        resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         yield
     finally:
@@ -86,7 +92,8 @@ def server_pid() -> int | None:
 
 
 def stop_server() -> None:
-    """Kill the server and wait until it has ended: a dying one would still be asked to fork."""
+    """Kill the server, and wait until it has ended. Otherwise it might be asked to fork again."""
     server: Any = forkserver._forkserver
-    os.kill(server._forkserver_pid, signal.SIGKILL)  # do not wait for it: its id is not reused
+    # Its process id cannot have been reused, because this process has not waited for it yet.
+    os.kill(server._forkserver_pid, signal.SIGKILL)
     server._stop()

@@ -1,6 +1,6 @@
-"""Start the workers of a run, wait for them, and restart all when one dies.
+"""Start the workers of a run, wait for them, and restart all of them if one dies.
 
-An event loop waits, so that one process can run several jobs of a sweep at a time.
+The functions are coroutines, so that one process can run several jobs of a sweep concurrently.
 """
 
 import asyncio
@@ -40,7 +40,8 @@ log = logging.getLogger(__name__)
 
 # Keep the store alive this long after a failure, so that other nodes can read the cause.
 STORE_LINGER_S = 3.0
-SERVER_DIED = 255  # exit code of a worker whose fork server has died (popen_forkserver)
+# multiprocessing reports this exit code for a worker whose fork server has died.
+SERVER_DIED = 255
 # After a failure, the other workers may take this much longer than the grace period to exit.
 EXIT_MARGIN_S = 5.0
 
@@ -67,16 +68,17 @@ class Ended:
 async def run_workers(
     launch: Launch, env: DistEnv, started_at: float, forwarder: SignalForwarder
 ) -> Ended:
-    """Start the workers of a run; wait until they have trained, and restart them when one dies.
+    """Start the workers of a run, and wait until they have trained. Restart them if one dies.
 
     Args:
-        env: the ranks of the first worker.
-        started_at: time.monotonic() when this run began.
-        forwarder: installed.
+        launch: The job, and how to run it.
+        env: Ranks of the first worker.
+        started_at: The time.monotonic() at which this run began.
+        forwarder: Forwards signals to the workers. Its signal handlers are installed.
 
     Raises:
         ConfigError: WORLD_SIZE is too small for the workers.
-        RunError: the store cannot be hosted at MASTER_ADDR:MASTER_PORT.
+        RunError: The store cannot be hosted at MASTER_ADDR:MASTER_PORT.
     """
     ddp = launch.job.config.ddp
     n = ddp.ranks_here
@@ -88,7 +90,7 @@ async def run_workers(
         raise ConfigError(
             f"RANK={env.rank} and ddp.nproc_per_node={n} need WORLD_SIZE={env.rank + n} or more"
         )
-    make_socket_directory()  # the workers use it too, and do not delete it
+    make_socket_directory()  # the workers use it too, but do not delete it
     if ddp.launcher == "forkserver":
         start_server()
     first = replace(env, world_size=world_size, has_agent=True)
@@ -109,7 +111,7 @@ async def run_workers(
 def _host_store(env: DistEnv, timeout_s: float) -> None:
     """Host a store at MASTER_ADDR:MASTER_PORT for the lifetime of this process.
 
-    This imports torch, as the fork server does meanwhile.
+    This imports torch while the fork server imports it too.
     """
     from mingpt_ddp.process.job_store import open_store
 
@@ -122,13 +124,16 @@ async def run_with_restarts(
     ddp: DDPConfig,
     directory: Path,
 ) -> tuple[int, bool]:
-    """Call `attempt`, with its start time, until it succeeds or a restart would not help.
+    """Call `attempt` until it succeeds, or until a restart would not help.
 
     Args:
-        attempt: returns the same as `_WorkerGroup.run`.
+        attempt: Runs the workers once, as `_WorkerGroup.run` does. Receives its start time.
+        started_at: The time.monotonic() at which the first attempt began.
+        ddp: Settings with the number of restarts.
+        directory: Run directory, with the result of the run.
 
     Returns:
-        The exit code, and whether a signal was received, as in `Ended`.
+        The exit code, and True if this process has received a signal, as in `Ended`.
     """
     before = read_result(directory)
     for restart in range(ddp.max_restarts + 1):
@@ -148,35 +153,37 @@ async def run_with_restarts(
 
 
 class _WorkerGroup:
-    """Start the workers of a run once, and wait for all.
-
-    Launchers on other nodes may start further ranks.
-    """
+    """The workers of a run on this machine. Launchers on other nodes may start further ranks."""
 
     def __init__(self, launch: Launch, first: DistEnv, forwarder: SignalForwarder) -> None:
         """
         Args:
-            first: the ranks of the first worker.
+            first: Ranks of the first worker.
         """
         self.launch = launch
         self.config = launch.job.config
         self.first = first
         self.forwarder = forwarder
-        self.store = LocalStore(self.config.ddp.launcher)  # if all workers are on this machine
-        self.error: UserError | None = None
+        self.store = LocalStore(self.config.ddp.launcher)  # runs if all ranks are on this machine
+        self.error: UserError | None = None  # first error of a worker in the latest attempt
 
     async def run(self, started_at: float) -> tuple[int, int]:
-        """Start the workers, at time.monotonic() `started_at`, and wait until all have exited.
+        """Start the workers, and wait until all of them have exited.
+
+        Args:
+            started_at: The time.monotonic() at which this attempt began.
 
         Returns:
-            The exit code of the first worker that failed, -n if signal n killed it, else 0 or
-            ddp.preempted_exit_code; and the signal that this process received, or 0.
+            The exit code of the attempt, and the number of the signal that this process received.
+            The exit code is the code of the first worker that failed, which is -n if signal n
+            killed it. If none failed, it is 0 or ddp.preempted_exit_code. Without a signal, the
+            second number is 0.
         """
         config = self.config
         preempted_code = config.ddp.preempted_exit_code
         uses_server = config.ddp.launcher == "forkserver"
         if uses_server:
-            start_server()  # starts it again if it has died
+            start_server()  # it may have died in an earlier attempt
         server = server_pid()
         grace_s = config.snapshot.grace_seconds + EXIT_MARGIN_S
         failed = ""
@@ -189,33 +196,33 @@ class _WorkerGroup:
                         watch.workers, grace_s, preempted_code, self.store.process
                     )
                     code, failed = await channels.serve(joined, watch.workers)
-            except (EOFError, ConnectionError):  # the fork server died before it had forked all
+            except (EOFError, ConnectionError):  # the fork server died before it forked all workers
                 code = SERVER_DIED
             self.error = channels.error()
-        # The result of a run tells whether a signal ended it, but other nodes may not see
-        # result.json.
+        # If no worker has failed, result.json tells whether a signal has ended the run. But with
+        # several nodes, this one may not see that file.
         can_tell = code not in (0, preempted_code) or self.first.is_standalone
         received = self.forwarder.received
         number = received[-1] if received and can_tell else 0
-        if code == -number < 0:  # the workers did not handle it yet
+        if code == -number < 0:  # the workers could not handle it yet
             log.error("ended by %s; rerun the same command", signal.Signals(number).name)
         is_own_code = code in (0, FAILURE, USER_ERROR, EX_TEMPFAIL, preempted_code) or code > 128
         if not is_own_code and not number:  # the worker could not log this itself
-            how = f"exited with code {code}: its code, or a library, has called exit()"
+            how = f"exited with code {code}, because its code or a library has called exit()"
             if code < 0:
                 how = f"was killed by {signal.Signals(-code).name}"
             self.error = UserError(f"{failed} {how}")
-            if self.launch.slot is None:  # else the sweep names the job too
+            if self.launch.slot is None:  # otherwise the sweep logs the error with the job's name
                 log.error("%s", self.error)
         if code == SERVER_DIED and uses_server:
-            if server == server_pid():  # else another job has started one
+            if server == server_pid():  # otherwise another job has already started a new server
                 stop_server()
             if not number:
-                log.error("error: the fork server of the workers was killed")
+                log.error("error: the fork server, which starts the workers, was killed")
         return code, number
 
     def _workers(self, channels: Channels, started_at: float) -> list[BaseProcess]:
-        """Return the workers, not started yet; start their store, if all are on this machine."""
+        """Create the workers without starting them. Start their store if this machine hosts it."""
         first = self.first
         if first.is_standalone:
             self.store.ensure_running()

@@ -1,4 +1,4 @@
-"""The key-value store of local workers, in its own process, so the launcher needs no torch."""
+"""The key-value store of local workers, in a process of its own: the launcher needs no torch."""
 
 import multiprocessing
 import signal
@@ -9,7 +9,7 @@ from typing import Any
 from mingpt_ddp.distributed.launch.fork_server import start_process
 from mingpt_ddp.process.parent_watch import die_with_parent
 
-NAME = "the store of the workers"
+PROCESS_NAME = "the store of the workers"
 
 
 class LocalStore:
@@ -37,7 +37,7 @@ class LocalStore:
         context: Any = multiprocessing.get_context(self.method)
         with socket.create_server((str(address[0]), 0), family=family) as listener:
             self.port = listener.getsockname()[1]
-            process = context.Process(target=_host, args=(listener,), name=NAME)
+            process = context.Process(target=_host, args=(listener,), name=PROCESS_NAME)
             start_process(process)
         self.process = process
 

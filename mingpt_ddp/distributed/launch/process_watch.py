@@ -18,9 +18,9 @@ MARGIN_S = 3.0
 
 
 class ProcessWatch:
-    """A thread of the launcher that kills workers, while the main thread may wait for them.
+    """A thread of the launcher that kills workers. The main thread may be waiting for them.
 
-    A stopped process reacts to no signal but SIGKILL.
+    A stopped process only reacts to SIGKILL.
     """
 
     def __init__(self, forwarder: SignalForwarder, timeout_s: float, grace_s: float) -> None:

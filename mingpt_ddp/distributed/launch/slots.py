@@ -23,7 +23,7 @@ class Slot:
 
 
 def divide(n: int, cores: list[int], per_job: int, gpus: list[str] | None) -> list[Slot]:
-    """Divide cores and GPUs into slots.
+    """Divide the cores and GPUs of a machine into slots.
 
     Args:
         n: Number of slots.
@@ -35,11 +35,11 @@ def divide(n: int, cores: list[int], per_job: int, gpus: list[str] | None) -> li
     for number in range(n):
         first = number * per_job
         slot_cores = [cores[(first + i) % len(cores)] for i in range(min(per_job, len(cores)))]
-        share = None
+        slot_gpus = None
         if gpus is not None:
             size = len(gpus) // n
-            share = tuple(gpus[number * size : (number + 1) * size])
-        slots.append(Slot(number, tuple(sorted(slot_cores)), share))
+            slot_gpus = tuple(gpus[number * size : (number + 1) * size])
+        slots.append(Slot(number, tuple(sorted(slot_cores)), slot_gpus))
     return slots
 
 

@@ -20,7 +20,7 @@ from mingpt_ddp.process.interrupts import SIGNALS, handle
 from mingpt_ddp.process.linux import STOPPED, read_state, set_process_name
 from mingpt_ddp.process.parent_watch import die_with_parent
 
-COMMAND = "mingpt_ddp.cli.train_job"  # named, not imported, because it is in a higher layer
+COMMAND = "mingpt_ddp.cli.train_job"  # imported by name, because it is in a higher layer
 INTERRUPT_S = 2.0  # seconds for workers to exit by themselves after a second Ctrl-C
 
 
@@ -150,7 +150,10 @@ async def join_workers(
 
 
 async def _end(workers: list[BaseProcess], timeout_s: float) -> None:
-    """Send SIGTERM to the workers, and SIGKILL after `timeout_s`. Stopped ones get it at once."""
+    """Send SIGTERM to the workers, and SIGKILL after `timeout_s` seconds.
+
+    Stopped workers get SIGKILL at once.
+    """
     deadline = time.monotonic() + timeout_s
     for worker in workers:
         if timeout_s == 0 or read_state(worker.pid) == STOPPED:
@@ -187,8 +190,8 @@ def run_worker(
     bind_cores()
     import torch
 
-    # torch read the variable when the server imported it. It may be a list, one number per nesting
-    # level, or not positive.
+    # Torch read the variable when the fork server imported it, so set the number again. The value
+    # may be a list with a number for each nesting level, or not positive.
     with contextlib.suppress(ValueError, RuntimeError):
         torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
     set_process_name(f"rank {environ['RANK']}")

@@ -59,7 +59,7 @@ def check_canonical(ddp: DDPConfig, trainer: TrainerConfig) -> None:
 
 
 class CanonicalStrategy(Strategy):
-    """Take the gradients of each micro-batch separately, and add them in the order of numbers."""
+    """Compute the gradients of each micro-batch separately, and add them in a fixed order."""
 
     name = "ddp"
     is_canonical = True
@@ -136,7 +136,7 @@ class CanonicalStrategy(Strategy):
 
     @property
     def metric_weight(self) -> float:
-        # All ranks have the same value. A mean of several would be rounded.
+        # All ranks have the same value, but a mean over ranks would be rounded.
         return float(self.group.is_rank_zero)
 
     def begin_step(self) -> None:
@@ -158,7 +158,9 @@ class CanonicalStrategy(Strategy):
 
     @torch.no_grad()
     def _take_gradients(self, parameters: list[nn.Parameter], shares: dict[str, Tensor]) -> None:
-        """Send the gradients, losses and metrics of a micro-batch. They are added during the next.
+        """Send the gradients, losses and metrics of a micro-batch.
+
+        They are added while the next micro-batch is computed.
 
         Raises:
             TrainingError: A parameter has no gradient, or a loss or metric is missing.
@@ -172,7 +174,7 @@ class CanonicalStrategy(Strategy):
             others = ", ".join(sorted({*shares} ^ {*self._names}))
             raise TrainingError(
                 "ddp.reduction=canonical needs the same losses and metrics in every micro-batch; "
-                f"some lack {others}"
+                f"some micro-batches lack {others}"
             )
         self._reducer.wait()
         gradients = []
@@ -215,7 +217,8 @@ class CanonicalStrategy(Strategy):
     def reduce_gradients(self, parameters: list[nn.Parameter]) -> None:
         start = time.perf_counter()
         assert self._reducer is not None
-        if self._rounds * self.group.world_size < self._micro_batches:  # other ranks have one more
+        # This rank may have no micro-batch in the last round while other ranks have one.
+        if self._rounds * self.group.world_size < self._micro_batches:
             self._reducer.wait()
             self._send()
         self._reducer.flat.copy_(self._reducer.total())
@@ -246,4 +249,4 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
 
 @final
 class CanonicalZero1Strategy(OwnedState, CanonicalStrategy):
-    """Add gradients in the same order; update only the parameters that this rank owns."""
+    """Add gradients in a fixed order, and update only the parameters that this rank owns."""

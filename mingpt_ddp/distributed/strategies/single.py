@@ -8,7 +8,7 @@ from mingpt_ddp.distributed.strategies.base import Strategy
 
 
 def for_one_rank(ddp: DDPConfig) -> DDPConfig:
-    """Return these keys for one rank that trains alone."""
+    """Return these settings, changed so that one rank can train alone."""
     return replace(
         ddp,
         strategy="single",

@@ -1,4 +1,4 @@
-"""Batch normalization over all ranks: torch's on GPUs; on CPUs the user's own."""
+"""Batch normalization over all ranks. GPUs use torch's class, and CPUs need a class of the user."""
 
 from typing import cast
 

@@ -102,4 +102,4 @@ class OwnedState(Strategy):
 
 @final
 class Zero1Strategy(OwnedState, DDPStrategy):
-    """Average gradients as DDP does; update only the parameters that this rank owns."""
+    """Average gradients as DDP does, and update only the parameters that this rank owns."""

@@ -1,1 +1,1 @@
-"""TensorBoard, Weights & Biases, MLflow and Trackio: a module for each, over its own library."""
+"""Log to TensorBoard, Weights & Biases, MLflow and Trackio. Each has a module here."""

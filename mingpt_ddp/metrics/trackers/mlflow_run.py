@@ -1,4 +1,4 @@
-"""A run in MLflow."""
+"""Log a run to MLflow."""
 
 import os
 import time
@@ -9,11 +9,11 @@ from mingpt_ddp.config.job import run_name
 from mingpt_ddp.metrics.trackers.tracker import Tracker
 
 TAG = "mingpt_ddp.run_id"
-MAX_PARAM = 500  # characters of a parameter that any server accepts
+MAX_PARAM = 500  # longest value of a parameter that every server accepts, in characters
 
 
 class MLflowTracker(Tracker):
-    """The run is found by a tag. The histories of its metrics say which step comes next."""
+    """Find the run by a tag. The histories of its metrics show the first step that it lacks."""
 
     name = "mlflow"
 

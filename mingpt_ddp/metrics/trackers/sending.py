@@ -1,4 +1,4 @@
-"""Send the metrics of a run to its trackers: each step once, without delaying the training."""
+"""Send each step of a run once to its trackers, without delaying the training."""
 
 import importlib.util
 import logging
@@ -25,14 +25,15 @@ log = logging.getLogger(__name__)
 TRACKERS: dict[str, type[Tracker]] = {
     cls.name: cls for cls in (WandbTracker, MLflowTracker, TrackioTracker)
 }
-END_S = 60.0  # how long the end of a run waits for one call of a library
+# The end of a run waits at most this long for one call of a tracker's library.
+END_S = 60.0
 
 
 def check_installed(tracker: TrackerConfig) -> None:
-    """Refuse a tracker whose library is missing.
+    """Check that the library of each chosen tracker is installed.
 
     Raises:
-        ConfigError: The message names the tracker and the extra to install.
+        ConfigError: A library is missing. The message has the command that installs it.
     """
     for name in TRACKERS:
         if getattr(tracker, name):
@@ -42,7 +43,7 @@ def check_installed(tracker: TrackerConfig) -> None:
 
 
 def open_senders(config: Config, directory: Path, run_id: str) -> list["Sender"]:
-    """Return a sender for each chosen tracker."""
+    """Create a sender for each chosen tracker."""
     senders = []
     for name, cls in TRACKERS.items():
         if getattr(config.tracker, name):
@@ -51,10 +52,11 @@ def open_senders(config: Config, directory: Path, run_id: str) -> list["Sender"]
 
 
 class Sender:
-    """Send each step to one tracker once, when a later snapshot means that no restart repeats it.
+    """Send each step of the run to one tracker, once.
 
-    One thread sends the records of metrics.jsonl, beginning with the first step that the tracker
-    lacks. While a server is away, the steps wait in that file.
+    A step is sent only after a later snapshot: no restart will then repeat it. One thread sends the
+    records of metrics.jsonl, beginning with the first step that the tracker lacks. While a server
+    is down, the steps wait in that file.
     """
 
     def __init__(self, tracker: Tracker, metrics: Path) -> None:
@@ -65,7 +67,8 @@ class Sender:
         self._tracker = tracker
         self._metrics = metrics
         self._committed: float = 0  # step of the newest snapshot that the thread knows of
-        # Tasks for the thread: send the steps before a step, and at the end also the result.
+        # Each entry tells the thread to send the steps before a step. The last entry also has the
+        # content of result.json.
         self._queue: Queue[tuple[float, dict[str, Any] | None]] = Queue(maxsize=2)
         self._is_open = False
         self._has_failed = False
@@ -77,8 +80,8 @@ class Sender:
     def commit(self, step: int) -> None:
         """Send the steps before `step`, which has a committed snapshot.
 
-        `step` itself waits, because its evaluation may follow. If the thread is still busy, the
-        next call sends these steps.
+        `step` itself is not sent yet, because its evaluation may follow. If the thread is still
+        busy, the next call sends these steps.
         """
         if step > self._committed and self._queue.empty():
             self._committed = step
@@ -95,14 +98,14 @@ class Sender:
             self._thread.start()
 
     def join(self) -> None:
-        """Wait until everything has arrived, but at most END_S for each answer of a server."""
+        """Wait until the tracker has all steps, but at most END_S for each answer of its server."""
         while self._thread.is_alive() and time.monotonic() - self._called_at < END_S:
             self._thread.join(0.05)
         if not self._has_finished:
             message = "%s lacks the last steps; run the same command again to send them"
             log.warning(message, self._tracker.name)
 
-    # The rest runs on the thread.
+    # The methods below run on the thread.
 
     def _run(self) -> None:
         result = None
@@ -126,8 +129,8 @@ class Sender:
         if not self._is_open:
             self._called_at = time.monotonic()
             self._next_step = self._tracker.start()
-            self._offset = 0  # in metrics.jsonl
-            self._points: dict[int, dict[str, float]] = {}  # steps that are read, but not sent
+            self._offset = 0  # position in metrics.jsonl, in bytes
+            self._points: dict[int, dict[str, float]] = {}  # steps that were read but not sent
             self._is_open = True
         self._read_new_lines()
         for step in sorted(step for step in self._points if step < end):

@@ -1,4 +1,4 @@
-"""TensorBoard event files of one rank: scalars, texts, and the HParams tab."""
+"""Write the TensorBoard event files of one rank: scalars, texts, and the HParams tab."""
 
 import contextlib
 import logging
@@ -13,10 +13,10 @@ log = logging.getLogger(__name__)
 
 
 class TensorBoardLogger:
-    """Write event files, and flush each value, so that a kill does not lose it.
+    """Write event files. Each value is flushed, so that a kill does not lose it.
 
-    The first value creates the first file: importing TensorBoard takes 0.2 seconds. If a write
-    fails, for example because the disk is full, training continues without it.
+    The first value imports TensorBoard, which takes 0.2 seconds, and creates the first file. If a
+    write fails, for example because the disk is full, training continues without TensorBoard.
     """
 
     def __init__(self, directory: Path, is_enabled: bool = True) -> None:
@@ -25,11 +25,11 @@ class TensorBoardLogger:
         self._writer: Any = None  # a SummaryWriter
 
     def start(self, step: int, world_size: int) -> None:
-        """Begin an attempt after `step`. Readers will drop later steps that were logged before."""
+        """Begin an attempt after `step`. TensorBoard then hides later steps of earlier attempts."""
         self._purge_step = step + 1
 
     def rollback(self, step: int) -> None:
-        """Go back to `step` within an attempt. What follows goes to another event file."""
+        """Go back to `step` within an attempt. The next values go to a new event file."""
         self.close()
         self._purge_step = step + 1
 
@@ -47,14 +47,14 @@ class TensorBoardLogger:
         self._write(write)
 
     def log_text(self, step: int, tag: str, text: str) -> None:
-        """Write a text, indented, because Markdown would reflow it."""
+        """Write a text. It is indented, because Markdown would reflow its lines otherwise."""
         indented = "\n".join(f"    {line}" for line in text.splitlines())
         self._write(lambda writer: writer.add_text(tag, indented, step))
 
     def complete(self, step: int, config: Config) -> None:
-        """Write the settings and the name of the objective for the HParams tab.
+        """Write the settings of the run and the name of the objective for the HParams tab.
 
-        SummaryWriter.add_hparams would also log the objective once more.
+        SummaryWriter.add_hparams would log the value of the objective a second time.
         """
         settings = {}
         for key, value in flatten(config.to_dict()).items():

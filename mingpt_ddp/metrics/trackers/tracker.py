@@ -1,4 +1,4 @@
-"""The interface of a tracker."""
+"""Define the interface of a tracker."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -8,18 +8,18 @@ from mingpt_ddp.config.config import Config
 
 
 class Tracker(ABC):
-    """A run at a tracker. A step that has been sent cannot be taken back.
+    """One run at a tracker. A step that has been sent cannot be taken back.
 
-    A method may raise any exception. `start` is then called again.
+    A method may raise any exception. The sender then calls `start` again.
     """
 
-    name: str  # name of the tracker, and of its library
+    name: str  # name of the tracker, of its library and of its key in `tracker`
 
     def __init__(self, config: Config, directory: Path, run_id: str) -> None:
         """
         Args:
             directory: The run directory.
-            run_id: Identifies the run at the tracker, over all attempts.
+            run_id: Identifies the run at the tracker. The same in all attempts.
         """
         self._config = config
         self._directory = directory
@@ -27,11 +27,11 @@ class Tracker(ABC):
 
     @abstractmethod
     def start(self) -> int:
-        """Open the run by its id, or create it. Return the first step that it lacks."""
+        """Open the run by its id, or create it. Return the first step that the tracker lacks."""
 
     @abstractmethod
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Add the metrics of a step, which is later than the steps before."""
+        """Add the metrics of a step by tag. Each call has a later step than the calls before."""
 
     @abstractmethod
     def finish(self, result: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A run in Trackio."""
+"""Log a run to Trackio."""
 
 import os
 import urllib.request
@@ -12,7 +12,7 @@ TIMEOUT_S = 10.0
 
 
 class TrackioTracker(Tracker):
-    """The run is found by its name, which contains the id. Trackio knows its next step."""
+    """Find the run by its name, which contains the id. Trackio knows the first missing step."""
 
     name = "trackio"
 

@@ -1,4 +1,4 @@
-"""A run in Weights & Biases."""
+"""Log a run to Weights & Biases."""
 
 import os
 import shutil
@@ -12,7 +12,10 @@ from mingpt_ddp.metrics.trackers.tracker import Tracker
 
 
 class WandbTracker(Tracker):
-    """Online, W&B knows the next step of the run. Offline, each attempt writes all steps again."""
+    """Find the run by its id.
+
+    Online, W&B knows the first step that it lacks. Offline, each attempt writes all steps again.
+    """
 
     name = "wandb"
 

@@ -1,4 +1,4 @@
-"""Plan a run before it is trained: memory, messages, time and doubts. Read plan.py first."""
+"""Plan a run before it is trained: its memory, messages and time. Read plan.py first."""
 
 from mingpt_ddp.study.planning.sizes import Sizes, sizes
 

@@ -1,4 +1,4 @@
-"""Divide the batch between ranks."""
+"""Divide the batch of a step between ranks."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,20 +14,20 @@ from mingpt_ddp.optim.lr_schedule import scale_lr
 
 @dataclass(frozen=True)
 class BatchOnRanks:
-    """The batch on a number of ranks, and the learning rate there."""
+    """The batch of a step on a number of ranks, and the learning rate for this batch."""
 
     ranks: int
-    copies: int  # copies of the model
+    copies: int  # number of copies of the model
     batch_size: int
     micro_batch_size: int
     micro_batches: int
-    micro_batches_per_rank: int  # of the rank with the most micro-batches
-    idle: float  # share of the time that the ranks spend waiting for that rank
+    micro_batches_per_rank: int  # on the busiest rank
+    idle: float  # share of the ranks' time that they wait for the busiest rank
     lr: float
 
 
 def divide_batch(config: Config, ranks: int) -> BatchOnRanks:
-    """Divide the batch between ranks.
+    """Divide the batch of a step between ranks.
 
     Raises:
         ConfigError: This number of ranks cannot train the configuration.
@@ -52,7 +52,7 @@ def divide_batch(config: Config, ranks: int) -> BatchOnRanks:
 
 
 def ranks_row(config: Config, ranks: int) -> dict[str, Any]:
-    """Describe the batch on a number of ranks, or say why they cannot train it."""
+    """Describe the batch on a number of ranks, or explain why they cannot train."""
     try:
         return asdict(divide_batch(config, ranks))
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Time some steps of one rank that trains alone on this machine."""
+"""Measure the time and memory of some steps, with one rank that trains alone on this machine."""
 
 import copy
 import itertools
@@ -19,7 +19,7 @@ from mingpt_ddp.training.memory import refuse_out_of_memory
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import build_trainable
 
-# The first step allocates memory and does not count. Then time 20 steps, or fewer after LIMIT_S.
+# The first step allocates memory and does not count. Up to 20 steps follow; LIMIT_S may end them.
 STEPS = 20
 LIMIT_S = 4.0
 EVALUATED_BATCHES = 5
@@ -27,19 +27,19 @@ EVALUATED_BATCHES = 5
 
 @dataclass(frozen=True)
 class Measured:
-    """Times and memory of one rank. The times are medians."""
+    """The measured times and memory of one rank. The times are medians."""
 
     step_s: float
     items_per_s: float  # tokens or samples per second
-    evaluation_s: float  # the whole validation split
+    evaluation_s: float  # time to evaluate the whole validation split
     peak_bytes: int  # peak memory of the GPU, or of this process on a CPU
 
 
 def measure(runtime: Runtime, task: Task, batch: BatchOnRanks) -> Measured:
-    """Train and evaluate for some seconds, with the micro-batches of the busiest rank.
+    """Train and evaluate for some seconds, with the work of the busiest rank.
 
     Raises:
-        ConfigError: There is too little memory.
+        ConfigError: The machine has too little memory.
     """
     rows = batch.micro_batch_size
     task = copy.copy(task)
@@ -66,7 +66,7 @@ def measure(runtime: Runtime, task: Task, batch: BatchOnRanks) -> Measured:
 
 
 def _time_steps(runtime: Runtime, train_step: TrainStep) -> float:
-    """Return the median seconds of a step."""
+    """Return the median time of a step in seconds."""
     train_step.warm_up()
     moments = [runtime.now()]
     for step in range(1, STEPS + 2):
@@ -81,7 +81,7 @@ def _time_steps(runtime: Runtime, train_step: TrainStep) -> float:
 
 @torch.no_grad()
 def _time_evaluation(runtime: Runtime, task: Task, model: nn.Module, split: Split) -> float:
-    """Estimate the seconds to evaluate a split from its first batches."""
+    """Estimate how many seconds a split takes to evaluate, from its first batches."""
     moments = [runtime.now()]
     with eval_mode(model), runtime.autocast():
         for batch in itertools.islice(split.batches(0, 1), EVALUATED_BATCHES):

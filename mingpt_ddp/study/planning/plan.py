@@ -1,7 +1,8 @@
 """Plan a run before it is trained, as JSON values: counts, bytes and seconds.
 
 The table of strategies comes from formulas (sizes.py, strategies.py). A plan for this machine also
-times some steps (measured.py); a plan for other GPUs needs neither them nor memory for the model.
+measures some steps (measured.py). A plan for other GPUs needs neither those GPUs nor memory for the
+model.
 """
 
 import math
@@ -40,7 +41,7 @@ from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.length import check_minutes, known_length
 from mingpt_ddp.training.start.stages import snapshot_store
 
-WORLD_SIZES = (1, 2, 4, 8)
+WORLD_SIZES = (1, 2, 4, 8)  # numbers of ranks for which a plan divides the batch
 
 
 def make_plan(
@@ -48,27 +49,29 @@ def make_plan(
     machine: Machine | None = None,
     vocab_size: int | None = None,
 ) -> dict[str, Any]:
-    """Return the plan of a run. This writes nothing but the cache of the data.
+    """Plan a run. The only files that this writes are the cache of the data.
 
     Args:
-        machine: GPUs to plan for. None for this machine, where one rank times some steps.
+        job: The run to plan.
+        machine: GPUs to plan for. None for this machine, where one rank measures some steps.
         vocab_size: Replaces the size of the text's own vocabulary.
 
     Raises:
-        UserError: Training would refuse the configuration, or a user's code needs values.
+        UserError: Training would refuse the configuration, or the user's code reads values of
+            tensors, which have none on the meta device.
     """
     config = job.config
     group = ProcessGroup(DistEnv(), for_one_rank(config.ddp), job=0)
     runtime = None
     if machine is None:
-        runtime = Runtime(_alone(config), DistEnv())
-        devices = _here(config, runtime)
+        runtime = Runtime(_for_one_rank(config), DistEnv())
+        devices = _devices_of_this_machine(config, runtime)
     else:
-        devices = _gpus(config, machine)
+        devices = _devices_of_machine(config, machine)
     warm = _warm_start(job, group)
     batch = divide_batch(warm.config, devices.ranks)
     config = with_batch_size(warm.config, batch.copies, None)
-    task = build_task(_alone(config) if runtime else config, group, warm.state)
+    task = build_task(_for_one_rank(config) if runtime else config, group, warm.state)
     with task.discarded_if_refused():
         if vocab_size is None:
             warm.check(task.build_model, task.shape)
@@ -108,7 +111,7 @@ def make_plan(
     }
     if runtime and measured:
         runtime.close()
-        plan["measured"] = _times(config, measured, batch, plan["length"])
+        plan["measured"] = _measured_times(config, measured, batch, plan["length"])
         peak_flops = vendor_peak_flops(runtime.device, runtime.dtype)
         if sizes.flops_per_item and peak_flops:
             flops = sizes.flops_per_item * measured.items_per_s
@@ -117,7 +120,7 @@ def make_plan(
     return plan
 
 
-def _gpus(config: Config, machine: Machine) -> Devices:
+def _devices_of_machine(config: Config, machine: Machine) -> Devices:
     gpu = GPUS[machine.device]
     precision = gpu_precision(config.trainer.precision)
     return Devices(
@@ -133,7 +136,7 @@ def _gpus(config: Config, machine: Machine) -> Devices:
     )
 
 
-def _here(config: Config, runtime: Runtime) -> Devices:
+def _devices_of_this_machine(config: Config, runtime: Runtime) -> Devices:
     ranks = config.ddp.ranks_here
     if ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads_per_worker(ranks))
@@ -150,8 +153,8 @@ def _here(config: Config, runtime: Runtime) -> Devices:
     )
 
 
-def _alone(config: Config) -> Config:
-    """Return the configuration with which one rank trains alone like each of several ranks."""
+def _for_one_rank(config: Config) -> Config:
+    """Return a configuration with which one rank trains alone, as each of several ranks would."""
     device = resolve_device(config.trainer.device, "trainer.device")
     compiles = should_compile(config, device, config.ddp.ranks_here)
     trainer = replace(config.trainer, compile=compiles and config.trainer.compile)
@@ -159,7 +162,7 @@ def _alone(config: Config) -> Config:
 
 
 def _warm_start(job: Job, group: ProcessGroup) -> WarmStart:
-    """Find the weights that the run would start from, if not from random ones."""
+    """Find the weights that the run would start from, unless it starts from random weights."""
     config = job.config
     newest = None
     if config.run.init_from is not None:
@@ -174,16 +177,17 @@ def _sizes(task: Task, precision: str, may_use_memory: bool) -> Sizes:
     except ConfigError:
         if not may_use_memory:
             raise
-        return sizes_of(task, precision, "cpu")  # a user's code reads values
+        # On the CPU, the user's code can read the values of tensors.
+        return sizes_of(task, precision, "cpu")
 
 
 def _strategies(
     config: Config, sizes: Sizes, devices: Devices, loader: Loader
 ) -> dict[str, dict[str, Any]]:
-    """Return the figures of each strategy by name. If it cannot run, return the reason instead.
+    """Compute the figures of each strategy, or the reason why it cannot run. Return them by name.
 
     Raises:
-        ConfigError: The configuration asks for a strategy that cannot run.
+        ConfigError: The strategy that the configuration asks for cannot run.
     """
     chosen = "tensor_parallel" if config.ddp.tensor_parallel > 1 else config.ddp.strategy
     data = 0
@@ -192,12 +196,12 @@ def _strategies(
     table: dict[str, dict[str, Any]] = {}
     for name in STRATEGIES if devices.ranks > 1 else STRATEGIES[:1]:
         try:
-            of_strategy = _with_strategy(config, name, devices.ranks_per_node)
+            candidate = _with_strategy(config, name, devices.ranks_per_node)
             if devices.is_gpu:
-                allows_compile(of_strategy, torch.device("cuda"), devices.ranks)
-            batch = divide_batch(of_strategy, devices.ranks)
+                allows_compile(candidate, torch.device("cuda"), devices.ranks)
+            batch = divide_batch(candidate, devices.ranks)
             items = loader.items_per_step * batch.micro_batches_per_rank / batch.micro_batches
-            footprint = Footprint(name, of_strategy, sizes, devices, batch, items, data)
+            footprint = Footprint(name, candidate, sizes, devices, batch, items, data)
             table[name] = footprint.figures()
         except ConfigError as error:
             if name == chosen:
@@ -207,24 +211,30 @@ def _strategies(
 
 
 def _with_strategy(config: Config, name: str, ranks_per_node: int) -> Config:
-    """Return the configuration with another strategy.
+    """Return the configuration with its strategy replaced.
+
+    Args:
+        name: The strategy, one of STRATEGIES.
 
     Raises:
-        ConfigError: Tensor parallelism cannot divide the heads.
+        ConfigError: Tensor parallelism cannot divide the heads of the model.
     """
-    parts = 1
+    ranks_per_copy = 1
     key: Any = name
     if name == "tensor_parallel":
         key = "auto"
         heads = getattr(config.model, "n_head", 0)
-        parts = config.ddp.tensor_parallel
-        parts = parts if parts > 1 else math.gcd(heads, ranks_per_node)
-        check(parts > 1, f"no number of ranks of a node divides model.n_head={heads}")
-    return replace(config, ddp=replace(config.ddp, strategy=key, tensor_parallel=parts))
+        ranks_per_copy = config.ddp.tensor_parallel
+        ranks_per_copy = ranks_per_copy if ranks_per_copy > 1 else math.gcd(heads, ranks_per_node)
+        check(
+            ranks_per_copy > 1,
+            f"model.n_head={heads} and the {ranks_per_node} ranks of a node have no common divisor",
+        )
+    return replace(config, ddp=replace(config.ddp, strategy=key, tensor_parallel=ranks_per_copy))
 
 
 def _snapshots(config: Config, sizes: Sizes, steps: int, directory: Path) -> dict[str, Any]:
-    """Return the size of a snapshot, and the size of all snapshots that stay on the disk."""
+    """Compute the size of a snapshot, and of all snapshots that the run keeps on the disk."""
     snapshot = config.snapshot
     size = sizes.snapshot_bytes(config.trainer.ema is not None)
     milestones = steps // snapshot.keep_every if snapshot.keep_every else 0
@@ -238,7 +248,7 @@ def _snapshots(config: Config, sizes: Sizes, steps: int, directory: Path) -> dic
     return {"bytes": size, "kept": kept, "kept_bytes": kept * size, "free_bytes": free}
 
 
-def _times(
+def _measured_times(
     config: Config, measured: Measured, batch: BatchOnRanks, length: dict[str, Any]
 ) -> dict[str, Any]:
     steps = length["steps"]

@@ -1,11 +1,12 @@
-"""Compute the sizes of a model and of its training step, without memory for either.
+"""Compute the sizes of a model and of its training step, without allocating their memory.
 
-The model is built on torch's meta device, where tensors have shapes and no values. An optimizer
-that does not declare its state takes a step there. Activations come from formulas, with a row of
-BLOCKS for each architecture.
+The model is built on torch's meta device, where tensors have shapes but no values. An optimizer
+that does not declare its state takes a step there. The size of activations comes from formulas,
+with an entry in BLOCK_MEMORY for each architecture.
 
-Symbols: B sequences of a micro-batch, T tokens of a context, C = n_embd, H = n_head, V outputs;
-E = B T C, the elements between two blocks; s bytes of an element in matrix products.
+Symbols: B sequences in a micro-batch, T tokens in a context, C = n_embd, H = n_head, V outputs.
+E = B T C is the number of elements that go from one block to the next. An element takes s bytes in
+matrix products.
 """
 
 from collections.abc import Mapping
@@ -32,32 +33,37 @@ from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.language_model import LanguageModel
 from mingpt_ddp.tasks.task import Task
 
-FP32 = 4  # bytes
+FP32 = 4  # bytes of an element
 
 
 @dataclass(frozen=True)
-class BlockRow:
-    """What one block keeps for its backward pass, as numbers of E elements."""
+class BlockMemory:
+    """The memory that one block keeps for its backward pass, in multiples of E elements.
 
-    fp32: int
-    products: int  # in the type of matrix products
-    split: int  # how many of `products` are divided by tensor parallelism
-    per_head: int  # bytes for each head and token, for sums and norms of attention
-    before: int  # in the type of products, kept before the first block
-    backward: int  # in the type of products, allocated by the backward pass of one block
-    fp32_input: bool  # the residual stream, which recomputed blocks keep, is in fp32
-    is_tied: bool  # the head's weight is the embedding's
+    "Product type" is the type of matrix products: bf16, fp16 or fp32.
+    """
+
+    fp32: int  # tensors that are kept in fp32
+    products: int  # tensors that are kept in the product type
+    split: int  # how many of `products` tensor parallelism divides between ranks
+    per_head: int  # bytes for each head and token, for the sums and norms of attention
+    before: int  # tensors in the product type that are kept before the first block
+    backward: int  # tensors in the product type that the backward pass of a block allocates
+    fp32_input: bool  # True if the block's input, which a recomputed block keeps, is in fp32
+    is_tied: bool  # True if the output layer shares its weight with the embedding
 
 
-# gpt keeps the inputs of both norms in fp32 (2). In the type of products it keeps the inputs of qkv
-# and up (2), and these, which are split: q, k, v, the input of proj (4), and the hidden features
-# (4 E) before and after GELU (8).
-# modern also keeps the inputs of the norms of q and k in fp32. In the type of products it keeps the
+# gpt keeps the inputs of both norms in fp32 (2). In the product type it keeps the inputs of qkv and
+# up (2). It also keeps tensors that are split: q, k, v and the input of proj (4), and the hidden
+# features (4 E) before and after GELU (8).
+# modern also keeps the inputs of the norms of q and k in fp32. In the product type it keeps the
 # terms and results of both smears (4), rotated q and k (2), values and the input of proj (2), and
 # the hidden features (8).
-BLOCKS: dict[type, BlockRow] = {
-    GPT: BlockRow(2, 14, 12, per_head=4, before=0, backward=7, fp32_input=True, is_tied=True),
-    Modern: BlockRow(4, 16, 0, per_head=20, before=7, backward=11, fp32_input=False, is_tied=False),
+BLOCK_MEMORY: dict[type, BlockMemory] = {
+    GPT: BlockMemory(2, 14, 12, per_head=4, before=0, backward=7, fp32_input=True, is_tied=True),
+    Modern: BlockMemory(
+        4, 16, 0, per_head=20, before=7, backward=11, fp32_input=False, is_tied=False
+    ),
 }
 
 
@@ -65,7 +71,7 @@ BLOCKS: dict[type, BlockRow] = {
 class Activations:
     """Memory for the activations of a model, in bytes unless a method says otherwise."""
 
-    row: BlockRow
+    per_block: BlockMemory
     model: TransformerConfig
     length: int  # T
     outputs: int  # V
@@ -75,25 +81,29 @@ class Activations:
         """Return E for `rows` sequences, a number of elements."""
         return rows * self.length * self.model.n_embd
 
-    def block(self, rows: int, parts: int = 1) -> int:
+    def block(self, rows: int, tensor_parallel: int = 1) -> int:
         """Return the bytes that a block keeps for its backward pass, without copies of its weights.
 
         Args:
-            parts: Ranks that divide its matrices (ddp.tensor_parallel).
+            rows: Number of sequences in a micro-batch.
+            tensor_parallel: Number of ranks that divide the block's matrices.
         """
-        products = self.row.products - self.row.split * (parts - 1) / parts
+        products = (
+            self.per_block.products - self.per_block.split * (tensor_parallel - 1) / tensor_parallel
+        )
         masks = 2 * (self.model.dropout > 0)
-        per_element = FP32 * self.row.fp32 + self.itemsize * products + masks
-        heads = self.row.per_head * rows * self.length * self.model.n_head
-        return round(per_element * self.stream(rows) + heads / parts)
+        per_element = FP32 * self.per_block.fp32 + self.itemsize * products + masks
+        heads = self.per_block.per_head * rows * self.length * self.model.n_head
+        return round(per_element * self.stream(rows) + heads / tensor_parallel)
 
     def block_input(self, rows: int, gathers: bool) -> int:
         """Return the bytes of a block's input.
 
         Args:
-            gathers: The strategy gathers weights in the type of products (fsdp, hsdp).
+            rows: Number of sequences in a micro-batch.
+            gathers: True if the strategy gathers weights in the product type (fsdp, hsdp).
         """
-        is_fp32 = self.row.fp32_input and not gathers
+        is_fp32 = self.per_block.fp32_input and not gathers
         return (FP32 if is_fp32 else self.itemsize) * self.stream(rows)
 
     def logits(self, rows: int) -> int:
@@ -103,34 +113,44 @@ class Activations:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a model and of its optimizer after a step, in elements unless a name has a unit."""
+    """Sizes of a model and its optimizer after a step, in elements unless the name has a unit."""
 
-    parameters: int
-    trained: int
+    parameters: int  # all parameters
+    trained: int  # all trained parameters
     largest: int  # the largest trained parameter
     block: int  # the largest block
     blocks: int  # all blocks together, which tensor parallelism divides
     muon: int  # all matrices that Muon orthogonalizes
     optimizer_bytes: int
     buffer_bytes: int
-    flops_per_item: float | None  # of both passes; None if the model has no flops_per_token
+    # FLOP of the forward and backward pass. None if the model has no flops_per_token().
+    flops_per_item: float | None
     itemsize: int  # s
-    scalars: list[str]  # names of trained parameters without rows
-    activations: Activations | None  # None if a user wrote the model, a part of it or the task
+    scalars: list[str]  # names of trained parameters that have no dimension
+    # None if the user wrote the model, a part of it or the task.
+    activations: Activations | None
 
-    def snapshot_bytes(self, with_average: bool) -> int:
-        weights = FP32 * self.parameters * (1 + with_average)
+    def snapshot_bytes(self, has_average: bool) -> int:
+        """Return the bytes of a snapshot.
+
+        Args:
+            has_average: True if the run averages its weights (trainer.ema).
+        """
+        weights = FP32 * self.parameters * (1 + has_average)
         return weights + self.buffer_bytes + self.optimizer_bytes
 
 
 def sizes(config: Config, vocab_size: int | None = None) -> Sizes:
-    """Return the sizes of the model of a configuration. Its data is read for the vocabulary.
+    """Compute the sizes of the model that a configuration describes.
+
+    The data of the configuration is read, because the vocabulary depends on it.
 
     Args:
         vocab_size: Replaces the size of the text's own vocabulary.
 
     Raises:
-        UserError: Training would refuse the configuration, or a user's code needs values.
+        UserError: Training would refuse the configuration, or the user's code reads values of
+            tensors, which have none on the meta device.
     """
     task = build_task(config, ProcessGroup(DistEnv(), for_one_rank(config.ddp), job=0))
     if vocab_size is not None:
@@ -139,18 +159,20 @@ def sizes(config: Config, vocab_size: int | None = None) -> Sizes:
 
 
 def gpu_precision(precision: str) -> str:
-    """Return fp32, bf16 or fp16. On a GPU that is fast at bf16, auto means bf16."""
+    """Return the precision on a GPU that is fast at bf16: `auto` becomes bf16."""
     return "bf16" if precision == "auto" else precision
 
 
 def sizes_of(task: Task, precision: str, device: str = "meta") -> Sizes:
-    """Return the sizes of a task's model, with matrix products in a precision.
+    """Compute the sizes of a task's model and of its optimizer.
 
     Args:
-        device: Where to build the model: meta, or cpu for code that reads values.
+        task: The task that builds the model.
+        precision: Precision of matrix products: fp32, bf16 or fp16.
+        device: Where to build the model: meta, or cpu for code that reads values of tensors.
 
     Raises:
-        ConfigError: A user's code fails without values.
+        ConfigError: The user's code fails on this device.
     """
     config = task.config
     try:
@@ -160,15 +182,16 @@ def sizes_of(task: Task, precision: str, device: str = "meta") -> Sizes:
                 if config.trainer.activation_checkpointing:
                     apply_activation_checkpointing(model)
                 optimizer = build_optimizer(model, config.optimizer)
-            # outside of the device's context, because a step may read the count of steps
+            # This is outside of the device's context, because a step may read the count of steps.
             states = declared_state(optimizer) or _measured_state(optimizer)
     except ConfigError:
         raise
-    except Exception as error:  # from a user's code
+    except Exception as error:  # from the user's code
         reason = " ".join(str(error).split())
         raise ConfigError(
-            "device= builds the model and steps its optimizer without data, and there they "
-            f"fail; leave it out, or let the code read no values ({reason[:300]})"
+            "device= builds the model and its optimizer on torch's meta device, whose tensors have "
+            f"no values, and your code failed there ({reason[:300]}); leave out device=, or do not "
+            "read values of tensors while the model is built and the optimizer takes a step"
         ) from error
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     blocks = [sum(p.numel() for p in b.parameters()) for b in getattr(model, "blocks", ())]
@@ -192,7 +215,7 @@ def sizes_of(task: Task, precision: str, device: str = "meta") -> Sizes:
 
 
 def _measured_state(optimizer: Optimizer) -> Mapping[Tensor, State]:
-    """Take a step. Return the state that the optimizer has created for each parameter."""
+    """Take a step with zero gradients. Return the state that the optimizer has created."""
     for group in optimizer.param_groups:
         if group.get("fused"):
             group["fused"] = False  # the meta device has no fused kernel
@@ -203,10 +226,11 @@ def _measured_state(optimizer: Optimizer) -> Mapping[Tensor, State]:
 
 
 def _activations(task: Task, model: nn.Module, itemsize: int) -> Activations | None:
+    """Return the memory for activations, or None if it is not known for this model and task."""
     config = task.config.model
-    row = BLOCKS.get(type(model))
-    if row is None or type(task) is not LanguageModel or changed_parts(vars(config)):
+    per_block = BLOCK_MEMORY.get(type(model))
+    if per_block is None or type(task) is not LanguageModel or changed_parts(vars(config)):
         return None
     assert isinstance(config, TransformerConfig)
     outputs, length = task.shape
-    return Activations(row, config, length, outputs, itemsize)
+    return Activations(per_block, config, length, outputs, itemsize)

@@ -70,12 +70,12 @@ class Group:
         return patterns.pop() if len(patterns) == 1 < len(self.jobs) else self.first.name
 
     @property
-    def seeds(self) -> int:
+    def n_seeds(self) -> int:
         """The number of different seeds."""
         return len({seed_of(job) for job in self.jobs})
 
     @property
-    def complete(self) -> int:
+    def n_complete(self) -> int:
         """The number of seeds whose job is complete and has an objective."""
         return self.estimate.n
 
@@ -88,7 +88,11 @@ class Group:
     @property
     def seed_count(self) -> str:
         """The number of seeds; `3/5, 2 diverged` if only three are complete."""
-        count = f"{self.seeds}" if self.complete == self.seeds else f"{self.complete}/{self.seeds}"
+        count = (
+            f"{self.n_seeds}"
+            if self.n_complete == self.n_seeds
+            else f"{self.n_complete}/{self.n_seeds}"
+        )
         return f"{count}, {len(self.diverged)} diverged" if self.diverged else count
 
     @property
@@ -109,7 +113,7 @@ class Group:
     @cached_property
     def latest(self) -> Estimate:
         """The objective, or the last values if no job is complete."""
-        return self.estimate if self.complete else self.estimate_of(lambda job: job.value)
+        return self.estimate if self.n_complete else self.estimate_of(lambda job: job.value)
 
     @property
     def speed(self) -> float | None:
@@ -220,7 +224,7 @@ def accepts_code(jobs: Iterable[RunRecord]) -> bool:
 
 def has_replicates(groups: Iterable[Group]) -> bool:
     """Return True if a group has several seeds."""
-    return any(group.seeds > 1 for group in groups)
+    return any(group.n_seeds > 1 for group in groups)
 
 
 def singles(jobs: Iterable[RunRecord]) -> list[Group]:
@@ -252,7 +256,7 @@ def rivals_of(groups: Sequence[G]) -> list[G]:
     more, only such groups may.
     """
     ranked = [group for group in groups if group.objective is not None]
-    return [group for group in ranked if group.complete > 1] or ranked
+    return [group for group in ranked if group.n_complete > 1] or ranked
 
 
 def shared_seeds(groups: Sequence[Group]) -> list[str]:

@@ -156,7 +156,7 @@ def diverged_notes(groups: Iterable[tuple[str, Group]]) -> list[str]:
     for name, group in groups:
         if seeds := group.diverged:
             notes.append(
-                f"{name} diverged at {len(seeds)} of its {counted(group.seeds, 'seed')} "
+                f"{name} diverged at {len(seeds)} of its {counted(group.n_seeds, 'seed')} "
                 f"({_cut(seeds)}), so it has no mean and is not ranked"
             )
     return notes
@@ -172,7 +172,7 @@ def best_notes(groups: list[Group]) -> list[str]:
     if best is None or best is first:
         return []
     names = cut(first.name), cut(best.name)
-    if first.complete < 2:
+    if first.n_complete < 2:
         return [f"{names[0]} has one seed, so {names[1]} is called the best, which has more"]
     seeds = len(shared_seeds(rivals_of(groups)))
     return [

@@ -53,7 +53,7 @@ def _best_lines(results: Results, best: Group | None) -> list[str]:
         return [why_no_best(results.jobs)]
     if not results.has_replicates:
         return [f"best: {best.first.directory}"]
-    mean = f"{with_interval(best.estimate)}, mean of {counted(best.complete, 'seed')}"
+    mean = f"{with_interval(best.estimate)}, mean of {counted(best.n_complete, 'seed')}"
     lines = [f"best: {mean}; its best seed is {best.first.directory}"]
     if len(results.groups) > 1:
         lines.append(

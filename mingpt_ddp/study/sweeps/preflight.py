@@ -1,4 +1,4 @@
-"""Check and lock a sweep before its first job."""
+"""Check a sweep and lock its directory before its first job."""
 
 import logging
 import os
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 def start_sweep(config: DictConfig, env: DistEnv) -> Sweep:
-    """Check the sweep, lock its directory, and adapt Hydra's configuration.
+    """Check a sweep, lock its directory, and set its directory in Hydra's configuration.
 
     Raises:
         UserError: The sweep cannot run.
@@ -67,7 +67,8 @@ def start_sweep(config: DictConfig, env: DistEnv) -> Sweep:
         refuse_unread_keys(keys, script)
         check(
             settings.pruner == "none",
-            "sweep.pruner needs the evaluations of main.py; leave it out over a script of your own",
+            "sweep.pruner does not work with a script of your own, because it needs "
+            "the evaluations of main.py; leave it out",
         )
         check(
             settings.parallel == 1 and not is_remote and env.is_standalone and our_sweeper,
@@ -106,17 +107,17 @@ def start_sweep(config: DictConfig, env: DistEnv) -> Sweep:
     )
     if our_sweeper:
         env.call_on_rank_zero(lambda: _record_settings(sweep, given_metric, rule))
-    what = f"a sweep of {counted(sweep.planned, 'job')}" if sweep.planned else "a sweep"
-    log.info("%s, in %s", what, directory)
+    title = f"a sweep of {counted(sweep.planned, 'job')}" if sweep.planned else "a sweep"
+    log.info("%s, in %s", title, directory)
     with read_write(config), read_write(config.hydra), open_dict(config):
         if ranks_by_bits:
             log.info("the objective is %s: %s", objective.title, WHY_BITS_PER_BYTE)
-        if not our_sweeper:  # its jobs get these values only by Hydra's own overrides
+        if not our_sweeper:  # the jobs can get these values only from Hydra's own overrides
             for_jobs = config.hydra.overrides.hydra
             if ranks_by_bits:
                 for_jobs.append(f"sweep.metric={settings.metric}")
-            constant = _constant_keys(overrides)
-            for_jobs.append(f"hydra.job.config.override_dirname.exclude_keys={constant}")
+            constant_keys = _constant_keys(overrides)
+            for_jobs.append(f"hydra.job.config.override_dirname.exclude_keys={constant_keys}")
         config.hydra.sweep.dir = str(directory)
     return sweep
 
@@ -128,8 +129,8 @@ def _lock(directory: Path, script: Path | None) -> IO[str]:
         script: The script whose own loop trains the jobs. None for the loop of main.py.
 
     Raises:
-        ConfigError: Another loop has trained a job in it.
-        RunError: A link in it leads to another place, or another process holds the lock.
+        ConfigError: Another training loop has trained a job in this directory.
+        RunError: A link in the directory leads outside, or another process holds the lock.
     """
     for job in directory.glob("*/"):
         refuse_other_loop(job, script)
@@ -138,14 +139,14 @@ def _lock(directory: Path, script: Path | None) -> IO[str]:
 
 
 def _record_settings(sweep: Sweep, metric: str | None, rule: SequentialRecord | None) -> None:
-    """Write what later starts of the sweep need: its metric, its rule, and the cores of a job.
+    """Record the settings that later starts of the sweep need: metric, rule, and cores of a job.
 
     Args:
         metric: sweep.metric as configured. None for the default objective.
-        rule: The rule of sweep.until=decided, or None.
+        rule: The rule of sweep.until=decided. None without this setting.
 
     Raises:
-        ConfigError: The directory records another rule.
+        ConfigError: The directory has a record of another rule.
     """
     if rule is not None:
         sweep.needed_jobs = NeededJobs(sweep.directory, sweep.file, rule)
@@ -155,8 +156,8 @@ def _record_settings(sweep: Sweep, metric: str | None, rule: SequentialRecord | 
 
 
 def _constant_keys(overrides: list[Override]) -> str:
-    """Return the overridden keys that do not vary, as a list in Hydra's syntax."""
-    keys = ["'sweep.metric'"]  # `start_sweep` may add this key
+    """List the overridden keys that do not vary, in Hydra's syntax."""
+    keys = ["'sweep.metric'"]  # `start_sweep` may override this key
     for override in overrides:
         if not override.is_sweep_override():
             keys.append(repr(hydra_utils.key_of(str(override.input_line))))

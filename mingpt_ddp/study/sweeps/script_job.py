@@ -33,7 +33,7 @@ def run_script(job: Job, env: DistEnv, records: Records, started_at: float) -> O
         file = Path(scratch, "job.json")
         file.write_text(job.to_json())
         outcome = Path(scratch, "outcome.json")
-        caller = Caller(os.getpid(), outcome=str(outcome), job=str(file))
+        caller = Caller(os.getpid(), outcome_file=str(outcome), job_file=str(file))
         overrides: list[str] = load_yaml(job.hydra_files["overrides.yaml"])
         overrides = [each for each in overrides if not each.startswith(("run.name=", "sweep"))]
         overrides.append(f"run.name={job.config.run.name}")

@@ -126,7 +126,7 @@ class Sweep(Records):
             return False
         directory = self.study.directory_of(number)
         if directory is not None:
-            self.job_records.kept.check(directory, self.config)
+            self.job_records.kept_results.check(directory, self.config)
             self.done[number] = directory
             self.n_done_before += 1
             log.info("%s: already complete", directory)
@@ -144,7 +144,7 @@ class Sweep(Records):
         if directory is None:
             self.not_needed.add(number)
             return
-        self.job_records.kept.check(directory, self.config)
+        self.job_records.kept_results.check(directory, self.config)
         self.done[number] = directory
         self.n_done_before += 1
 

@@ -123,10 +123,10 @@ def _run_in_turn(
     task = _LaunchedJob(sweep, source, run)
     launcher = launcher_of(task)
     for number in sweep.jobs_left(source):
-        words = source.overrides(number)
-        task.place = source.place(number, words)
+        overrides = source.overrides(number)
+        task.place = source.place(number, overrides)
         for _ in sweep.attempts(number):
-            launcher.launch([words], initial_job_idx=number)
+            launcher.launch([overrides], initial_job_idx=number)
             if not task.outcome.ends_process:
                 logs.to_console(sweep.env)
             if sweep.stopped is not None or not task.outcome.has_failed:

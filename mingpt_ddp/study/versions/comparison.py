@@ -23,7 +23,7 @@ from mingpt_ddp.storage.run_directory import difference, read_result
 from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.storage.yaml_and_json import read_yaml
 from mingpt_ddp.study.results.analysis.compare import Setting
-from mingpt_ddp.study.results.analysis.version_verdict import Against, version_verdict
+from mingpt_ddp.study.results.analysis.version_verdict import VersionVerdict, version_verdict
 from mingpt_ddp.study.results.experiments import record
 from mingpt_ddp.study.results.formats import duration, fixed
 from mingpt_ddp.study.results.objective import LOSS, TEXT_KEYS
@@ -307,7 +307,7 @@ def _check_config(job: VersionRun) -> None:
         )
 
 
-def _why_unmet(required: str | None, verdicts: list[Against]) -> str:
+def _why_unmet(required: str | None, verdicts: list[VersionVerdict]) -> str:
     """Return the reason why a requirement is not met, or "" if it is met."""
     if required == "same_bits" and not all(each.has_same_bits for each in verdicts):
         return "the bits differ"

@@ -75,7 +75,7 @@ def test_all_of_the_split_is_measured(measure):
 def test_runs_of_different_tasks_are_refused(call, measure):
     recorded("text", 4)
     recorded("digits", 4, config=configure("experiment=digits_convnet"))
-    expected = "of digits cannot be evaluated: task.name=classification does not compare with"
+    expected = "of digits cannot be evaluated: task.name=classification cannot be compared with"
     assert expected in refusal(call("text", "digits"))
     older = configure(*SMALL, "data.path=a.txt")
     del older["task"]  # of a run of an earlier version
@@ -87,7 +87,7 @@ def test_runs_of_different_tasks_are_refused(call, measure):
 def test_runs_of_other_data_are_refused(call, measure):
     recorded("one", 4)
     recorded("two", 8, sha256="5e" * 32)
-    expected = "it has other data than one; measure it alone, or all on a text: data.path=..."
+    expected = "its data differs from the data of one; measure it alone, or measure all"
     assert expected in refusal(call("one", "two"))
     assert len(measure("one", "two", "data.path=a.txt")) == 2
 

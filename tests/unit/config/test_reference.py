@@ -29,12 +29,12 @@ def test_help_has_every_key_with_unit_default_and_meaning(tmp_path):
             (line, *_) = [line for line in lines if line.startswith(f"  {group}.{field.name}=")]
             assert field.metadata["description"] in line or len(classes) > 1
     assert (
-        "  trainer.log_every=10                   steps: between two log lines (whole number >= 1)"
-        in lines
-    )
+        "  trainer.log_every=10                   Interval between log lines. "
+        "(whole number >= 1, in steps)"
+    ) in lines
     assert (
-        "  optimizer.betas=[0.9, 0.99]            decay per step of both moments (list of 2: "
-        "number >= 0, < 1)"
+        "  optimizer.betas=[0.9, 0.99]            Decay per step of the first and the second "
+        "moment. (list of 2: number >= 0, < 1)"
     ) in lines
     assert (
         "  model      gpt2 gpt_micro gpt_mini gpt_nano modern_micro modern_mini modern_nano"

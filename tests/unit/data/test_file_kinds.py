@@ -206,7 +206,7 @@ def test_mostly_data_is_refused(settings, tmp_path):
     with pytest.raises(
         DataError,
         match=r"a is mostly not text: skipped 4 binary data .* \('00000.png', .*, \.\.\.\), "
-        r"[\d,]+ of [\d,]+ bytes; name its texts alone by a glob, or convert it: iconv",
+        r"[\d,]+ of [\d,]+ bytes; name only its texts, by a glob, or convert it: iconv",
     ):
         prepare(settings(path))
     as_text = prepare(settings(path, format="text", tokenizer="byte"))

@@ -129,7 +129,7 @@ NESTED = b'{"messages": [{"content": "a"}], "n": 1}\n'
         ),
         (LINES + b"{oops}\n", {}, r"text.txt line 401 is not JSON: Expecting property name"),
         (LINES + b'["a"]\n', {}, r"text.txt line 401 is not a JSON object"),
-        (LINES + b'{"text": 5}\n', {}, r"line 401: text is one of numbers, not a string"),
+        (LINES + b'{"text": 5}\n', {}, r"line 401: the column text holds numbers, not text"),
         (LINES + b'{"text": "\xe4"}\n', {}, r"line 401 is not UTF-8 at byte 10"),
         (LINES + b'{"text": "\\ud800"}\n', {}, r"line 401: text has half of a surrogate pair"),
         (json.dumps(ROWS).encode()[:-9], {}, r"text.txt is cut off or not JSON: Unterminated"),
@@ -141,12 +141,12 @@ NESTED = b'{"messages": [{"content": "a"}], "n": 1}\n'
         (
             b"id,text\n1,a\n2,b,c\n",
             CSV,
-            r"line 3 has 3 fields, and the header has 2; to read it as",
+            r"line 3 has 3 fields, but the header has 2; to read it as",
         ),
-        (b"id,text\n1\n", CSV, r"line 2 has 1 field, and the header has 2"),
+        (b"id,text\n1\n", CSV, r"line 2 has 1 field, but the header has 2"),
         (b'id,text\n1,"a\n', CSV, r"line 2 is not CSV: unexpected end of data"),
         (b"1,2\n3,4\n", CSV, r"no header with a name for each column"),
-        (TEXT.encode(), {"column": "text", "format": "auto"}, r"needs a table; \S+ is read as t"),
+        (TEXT.encode(), {"column": "text", "format": "auto"}, r"needs a table, but \S+ is read"),
     ],
 )
 def test_what_is_wrong_is_one_line(content, changes, message, settings):
@@ -229,7 +229,7 @@ def test_texts_have_one_format(settings, tmp_path):
 
 
 def test_a_reader_has_no_format(settings):
-    with pytest.raises(ConfigError, match=r"data.reader=mine reads its text itself; leave out dat"):
+    with pytest.raises(ConfigError, match=r"data.reader=mine decides itself how to read; leave"):
         settings("", reader="mine", format="jsonl")
     assert settings("", reader="mine", column="text").column == "text"  # a key of its own
     with pytest.raises(ConfigError, match=r"data.column=text needs a table"):

@@ -34,7 +34,7 @@ def test_a_window_is_found_in_its_document(
     form, tokenizer, summed, settings, tmp_path, monkeypatch
 ):
     """It begins at the byte of its first origin, and has an origin for each of its documents."""
-    monkeypatch.setattr(origins, "SUMMED", summed)
+    monkeypatch.setattr(origins, "TOKENS_PER_SUM", summed)
     texts = [f"größer {i} ".encode() * (i % 4 + 1) for i in range(40)]
     names = [f"{i:02}.txt" for i in range(40)]
     if form == "files":

@@ -145,7 +145,7 @@ def test_the_lock_is_not_a_link(settings, tmp_path):
     (tmp_path / "victim").write_text("precious")
     (Path(config.cache_dir) / ".lock").symlink_to(tmp_path / "victim")
     with pytest.raises(
-        DataError, match=r"cannot write the encoded text to data.cache_dir=.*; choose another$"
+        DataError, match=r"cannot write the encoded text to data.cache_dir=.*; choose another d"
     ):
         prepare(config)
     assert (tmp_path / "victim").read_text() == "precious"
@@ -232,7 +232,7 @@ def test_a_remote_file_is_fetched_once(settings, server, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(download, "open_filesystem", None)
         assert prepare(config) == encoded
-    with pytest.raises(DataError, match=r"without a network, name a local copy"):
+    with pytest.raises(DataError, match=r"if there is no network, name a local copy"):
         prepare(replace(config, path=server.url + "?other"))
 
 

@@ -19,7 +19,7 @@ TOKENS = np.random.default_rng(1).integers(0, 1 << 16, sum(SIZES), np.uint16)
 @pytest.fixture(params=[1, 128])
 def shards(request, tmp_path, monkeypatch):
     """Return a function that writes the tokens to files, of which few or all are mapped at once."""
-    monkeypatch.setattr("mingpt_ddp.data.tokens.shards.MAPPED", request.param)
+    monkeypatch.setattr("mingpt_ddp.data.tokens.shards.MAX_MAPPED_FILES", request.param)
 
     def write(dtype: str = "uint16") -> Shards:
         files = []

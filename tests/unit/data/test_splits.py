@@ -98,9 +98,9 @@ def test_several_sources_share_a_vocabulary(settings, tmp_path):
 
 def test_mistakes_between_splits_and_further_texts(settings):
     config = settings("ab" * 50)
-    with pytest.raises(ConfigError, match=r"data.split_paths.wiki: a split is val or test; .*val_"):
+    with pytest.raises(ConfigError, match=r"wiki: the split must be val or test; .*val_"):
         replace(config, split_paths={"wiki": config.path})
-    with pytest.raises(ConfigError, match=r"data.test_split=0.1 does not go with"):
+    with pytest.raises(ConfigError, match=r"data.test_split=0.1 cannot be combined with"):
         replace(config, train_split=0.8, test_split=0.1, split_paths={"val": config.path})
     named = replace(config, val_paths={"test": config.path})
     with pytest.raises(DataError, match=r"data.val_paths.test: .* data.split_paths; .* otherwise"):

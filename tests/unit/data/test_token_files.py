@@ -94,24 +94,24 @@ UINT16 = {"dtype": "uint16"}
     ("content", "changes", "message"),
     [
         (BIN, {}, r"no header .* give data.dtype=uint16 \(nanoGPT\) or uint32$"),
-        (BIN + b"x", UINT16, r"2,001 bytes, no multiple of the 2 of data.dtype"),
+        (BIN + b"x", UINT16, r"2,001 bytes, which is not a multiple of 2, the size of data.dtype"),
         (b"", UINT16, "has no tokens"),
         (LINE.encode() * 9, UINT16, "looks like text, not tokens; leave data.format"),
         (b"PAR1" + BIN, UINT16, "looks like Parquet, not tokens; read it with"),
         (BIN, UINT16 | {"vocab_size": 50000}, rf"9: {IDS.max()} at token {IDS.argmax()} of "),
-        (NO_IDS, {}, r"has an id that is none of 0 .. 50256: -1 at token 7 of .*tokens.npy; raise"),
-        (header(20240520, 1, 999) + BIN, {}, "3,024 bytes, and 3,022 by its header"),
+        (NO_IDS, {}, r"has a token id that is not in 0 .. 50256: -1 at token 7 of .*tokens.npy"),
+        (header(20240520, 1, 999) + BIN, {}, "3,024 bytes, but 3,022 according to its header"),
         (header(20240520, 2, 1000) + BIN, {}, "a header of version 2 .* write version 1"),
         (header(20240520, 1, 1000) + BIN, {"dtype": "uint32"}, "tokens of uint16, not data.dtype"),
-        (IDS.reshape(2, 500), {}, "an array of int64 in 2 dimensions; save one of uint8, "),
+        (IDS.reshape(2, 500), {}, "an array of int64 in 2 dimensions; save it in one"),
         (IDS.astype(">u2"), {}, "an array of >u2 in 1 dimensions"),
         (IDS.astype(float), {}, "an array of float64"),
-        (np.array([{}]), {}, "cannot be read as an array of NumPy: .* Python objects"),
+        (np.array([{}]), {}, "cannot be read as a NumPy array: .* Python objects"),
         (partial(packed, make_zip), UINT16, "looks like a zip archive, not tokens; name the f"),
         (partial(packed, make_tar), UINT16, "looks like a tar archive, not tokens; name the f"),
         (gzip.compress(BIN, mtime=0), UINT16, "looks like gzip, not tokens; decompress"),
         (2 * IDS.astype(np.uint32).tobytes(), UINT16, "looks like tokens of uint32, "),
-        (b"\x93NUMPY\x01\0", {}, "cannot be read as an array of NumPy"),
+        (b"\x93NUMPY\x01\0", {}, "cannot be read as a NumPy array"),
     ],
 )
 def test_what_has_no_such_tokens_is_refused(content, changes, message, ids, tmp_path):
@@ -155,7 +155,7 @@ def test_shards_are_read_in_the_order_of_their_names(ids, tmp_path):
     (IDS[:9] + 1).astype(np.uint16).tofile(folder / "b.bin")
     assert prepare(config).sha256 != encoded.sha256
     (folder / "a.bin").write_bytes(header(20240801, 7, 9) + IDS[:9].astype(np.uint32).tobytes())
-    with pytest.raises(DataError, match=r"/c.npy has tokens of uint16, \S+/a.bin of uint32; write"):
+    with pytest.raises(DataError, match=r"/c.npy has tokens of uint16, but \S+/a.bin has "):
         prepare(replace(config, dtype=None, path=f"{folder}/[ac].*"))
     for name in ("train_0.npy", "val_0.npy"):
         np.save(folder / name, IDS[:9].astype(np.uint16))
@@ -227,7 +227,7 @@ def test_openwebtext_of_nanogpt(ids, tmp_path):
     tokenizer = tokenizer_from_state(prepare(config).tokenizer)
     assert tokenizer.decode(expected).replace("<|endoftext|>", "") == "".join(documents)
     np.array([*expected, encoder.vocab_size], np.uint16).tofile(tmp_path / "train.bin")
-    with pytest.raises(DataError, match=r"at token \d+ of \S+; give the tokenizer that has"):
+    with pytest.raises(DataError, match=r"at token \d+ of \S+; set data.tokenizer"):
         prepare(config)
 
 

@@ -205,10 +205,14 @@ SETTINGS = "model.part_settings"
             ["model.attention=alibi", f"{SETTINGS}={{steepnes: 1}}"],
             "steepnes is not a key of model.attention=alibi; did you mean model.part_settings.s",
         ),
-        ([f"{SETTINGS}={{steepness: 1}}"], "steepness is not a key; choose a part"),
+        (
+            [f"{SETTINGS}={{steepness: 1}}"],
+            "steepness is not a key; choose a part that has this key",
+        ),
         (
             ["model.attention=mean", "model.norm=rms", f"{SETTINGS}={{width: 1}}"],
-            "width is not a key of model.attention=mean or model.norm=rms; choose a part with it$",
+            "width is not a key of model.attention=mean or model.norm=rms; choose a part that "
+            "has this key$",
         ),
         (
             ["model.attention=alibi", f"{SETTINGS}={{steepness: x}}"],
@@ -243,14 +247,17 @@ def test_parts_share_a_key_of_one_type(own):
     parts = model.part_configs()
     assert (parts["attention"].width, parts["mlp"].width) == (3, 3)
     own("norm", Shifted, Named)
-    message = "model.attention=own and model.norm=own have a key width of different types, int and"
-    with pytest.raises(ConfigError, match=f"{message} str; rename one$"):
+    owners = "model.attention=own and model.norm=own both have the key width"
+    message = f"{owners}, but with different types, int and"
+    with pytest.raises(ConfigError, match=f"{message} str; rename one of the keys$"):
         config("model.attention=own", "model.norm=own")
 
 
 def test_what_a_part_cannot_is_refused_in_one_line():
     chosen = config("model.attention=alibi", "ddp.tensor_parallel=2")
-    with pytest.raises(ConfigError, match=r"own parts, without model.attention=alibi; or set"):
+    with pytest.raises(
+        ConfigError, match=r"original parts.*, without model.attention=alibi; other"
+    ):
         check_tensor_parallel(chosen)
     assert uses_user_code(chosen) and not uses_user_code(config())
     assert not should_compile(config("model.attention=alibi"), torch.device("cuda"))

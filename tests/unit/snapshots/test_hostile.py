@@ -408,7 +408,7 @@ def test_giant_files_are_not_read(tmp_path, valid_files, sample_limited):
     sparse(tmp_path / "run" / "config.yaml", giant)
     expected = [
         "is damaged",
-        "another size",
+        "wrong size",
         "larger than the memory",
         "does not describe",
         "does not describe",
@@ -433,7 +433,7 @@ def test_a_giant_file_is_not_read_to_its_end(name, begins, tmp_path, valid_files
     (Path(url) / MANIFEST).write_bytes(encode_manifest(8, listed))
     assert (
         str(verify_step(SnapshotStore(str(tmp_path)), 8))
-        == f"{name} has another size than its header says"
+        == f"{name} does not have the size that its header says"
     )
 
 
@@ -503,7 +503,7 @@ def test_a_link_does_not_reveal_another_file(tmp_path, valid_files):
     (Path(url) / STATE).unlink()
     (Path(url) / STATE).symlink_to(tmp_path / "secret")
     message = refusal(url)
-    assert "other content" in message and "xx" not in message
+    assert "does not have the content" in message and "xx" not in message
 
 
 def test_deleting_does_not_follow_links(tmp_path, valid_files):

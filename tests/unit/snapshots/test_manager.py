@@ -250,7 +250,7 @@ def test_a_run_starts_from_run_resume_until_it_has_snapshots_of_its_own(
     save(manager, TrainState(step=2), model, optim)
     assert load_latest(manager).step == 2
     assert (
-        f"INFO run.resume={tmp_path / 'old'} is ignored: the run has snapshots of its own"
+        f"INFO run.resume={tmp_path / 'old'} is ignored, because the run has its own snapshots"
         in log_lines
     )
 

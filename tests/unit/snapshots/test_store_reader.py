@@ -91,7 +91,7 @@ def test_what_is_ignored_is_logged(store, caplog):
         f"{store.url}/step_00000010 was never finished and is ignored",
         (
             f"damaged snapshot {store.url}/step_00000009 is ignored: {MODEL} is missing or has "
-            "another size"
+            "the wrong size"
         ),
     ]
 
@@ -146,7 +146,7 @@ def test_a_header_of_another_size_is_damage(store):
     files[MODEL] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     store.write_files(8, {MODEL: content, MANIFEST: encode_manifest(8, files)})
     with pytest.raises(
-        CorruptSnapshotError, match=rf"^{MODEL} has another size than its header says$"
+        CorruptSnapshotError, match=rf"^{MODEL} does not have the size that its header says$"
     ):
         store.verify(8)
 
@@ -156,18 +156,16 @@ def test_a_file_that_differs_is_named(store):
     content = state.read_bytes()
     state.write_bytes(content.replace(b"1.5", b"1.6"))
     with pytest.raises(
-        CorruptSnapshotError, match=rf"^{STATE} has other content than was written$"
+        CorruptSnapshotError, match=rf"^{STATE} does not have the content that was written$"
     ):
         store.read_metadata(8)
     state.write_bytes(content[:-1])
-    with pytest.raises(CorruptSnapshotError, match=rf"^{STATE} is missing or has another size$"):
+    with pytest.raises(CorruptSnapshotError, match=rf"^{STATE} is missing or has the wrong size$"):
         store.read_metadata(8)
     state.write_bytes(content)
     listed = store.files(8)
     files = store.write_files(8, {STATE: b"{"})
-    with pytest.raises(
-        OSError, match=rf"^{MODEL} is missing or has another size than was written$"
-    ):
+    with pytest.raises(OSError, match=rf"^{MODEL} is missing or has the wrong size$"):
         store.commit(8, [files, {MODEL: {"bytes": 1}}])
     store.write_files(8, {MANIFEST: encode_manifest(8, listed | files)})
     with pytest.raises(CorruptSnapshotError, match=rf"^{STATE} cannot be parsed$"):

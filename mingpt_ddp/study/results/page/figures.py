@@ -69,7 +69,7 @@ class Figures:
             text += f", {label(self._objective.title)} {brief(group.value)}"
         if group.latest.half_width is not None:
             text += f" ± {brief(group.latest.half_width)}"
-        seeds = [f"{group.seeds} seeds"] * (group.seeds > 1)
+        seeds = [f"{group.n_seeds} seeds"] * (group.n_seeds > 1)
         text = "<br>".join([text, *seeds, *self.parameters(group)[:DRAWN]])
         if group.objective is None:
             return Look(INCOMPLETE, text, rank, "dash")

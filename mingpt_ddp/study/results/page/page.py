@@ -108,7 +108,7 @@ def _best(figures: Figures, results: Results) -> str:
     if best.objective is None:
         text += f" so far, at step {fixed(best.first.step, 'd')}: {shown(best.status)}"
     if results.has_replicates:
-        text += f", mean of {counted(best.complete, 'seed')}"
+        text += f", mean of {counted(best.n_complete, 'seed')}"
     for key in sorted(best.first.result):
         estimate = best.estimate_of(lambda job, key=key: number(job.result.get(key)))  # type: ignore[misc]
         if estimate.mean is not None and key.startswith("val_") and key != ranked_by.series:

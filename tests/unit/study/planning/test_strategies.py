@@ -19,7 +19,7 @@ from mingpt_ddp.metrics.mfu import peak_flops_of
 from mingpt_ddp.models.ops import DTYPES
 from mingpt_ddp.study.planning import sizes
 from mingpt_ddp.study.planning.plan import make_plan
-from mingpt_ddp.study.planning.strategies import CONTEXT
+from mingpt_ddp.study.planning.strategies import OVERHEAD_BYTES
 
 LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY, ROWS = 2, 48, 3, 64, 8, 4
 GPT = [
@@ -91,7 +91,7 @@ def test_the_state_of_one_rank_is_exact():
     counted = sizes(configuration(*GPT))
     assert counted.parameters == counted.trained == PARAMETERS
     assert counted.optimizer_bytes == state
-    assert counted.snapshot_bytes(with_average=False) == 4 * PARAMETERS + state
+    assert counted.snapshot_bytes(has_average=False) == 4 * PARAMETERS + state
     assert sizes(configuration(*GPT), vocab_size=9).parameters == PARAMETERS + WIDTH
     assert sizes(configuration(*GPT, "optimizer=muon")).muon == LAYERS * 12 * WIDTH**2
     single = strategies()["single"]
@@ -134,7 +134,7 @@ def test_bytes_on_the_wire_match_a_count_by_hand():
     halved = strategies("ddp.comm_hook=bf16", ranks=ranks)
     assert halved["ddp"]["wire_bytes_per_step"] == sent["ddp"] // 2
     assert halved["zero1"]["wire_bytes_per_step"] == sent["zero1"] - sent["ddp"] // 2
-    assert "has no comm_hook" in halved["fsdp"]["reason"]
+    assert "does not support ddp.comm_hook" in halved["fsdp"]["reason"]
 
 
 def test_tensor_parallelism_divides_matrices_and_sends_activations():
@@ -238,9 +238,9 @@ def test_of_code_of_ones_own_the_state_is_known(plan_of_code):
 
 
 def test_the_state_alone_may_be_too_large(plan_of_code, monkeypatch):
-    monkeypatch.setitem(GPUS, "h100", replace(GPUS["h100"], memory=CONTEXT))
+    monkeypatch.setitem(GPUS, "h100", replace(GPUS["h100"], memory=OVERHEAD_BYTES))
     ddp = plan_of_code(CODE.replace("READ", ""))["ddp"]
-    assert ddp["reason"] == "needs 0.5 GiB with CUDA's own, a rank has 0.5"
+    assert ddp["reason"] == "needs 0.5 GiB including CUDA's own memory, but a rank has 0.5 GiB"
     assert ddp["peak_bytes"] is None
 
 
@@ -266,16 +266,16 @@ def test_a_scalar_parameter_cannot_be_split(plan_of_code):
 
 
 def test_the_largest_micro_batch_is_the_last_that_fits(monkeypatch):
-    memory = CONTEXT + (40 << 20)
+    memory = OVERHEAD_BYTES + (40 << 20)
     monkeypatch.setitem(GPUS, "h100", replace(GPUS["h100"], memory=memory))
     largest = strategies()["single"]["largest_micro_batch_size"]
     assert largest > ROWS
     for rows, fits in ((largest, True), (largest + 1, False)):
         words = [f"trainer.micro_batch_size={rows}", f"trainer.batch_size={rows}"]
         figures = strategies(*words)["single"]
-        assert (figures["peak_bytes"] + CONTEXT <= memory) is fits
+        assert (figures["peak_bytes"] + OVERHEAD_BYTES <= memory) is fits
         assert (figures["reason"] is None) is fits
-    assert figures["reason"] == "needs 0.5 GiB with CUDA's own, a rank has 0.5"
+    assert figures["reason"] == "needs 0.5 GiB including CUDA's own memory, but a rank has 0.5 GiB"
 
 
 def test_nothing_of_the_model_is_allocated():

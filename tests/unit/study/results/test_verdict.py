@@ -87,7 +87,7 @@ def verdicts(*settings):
             "no difference shown between a and b: 1.267e90 ± 1.368e90 (95% interval -1.015e89 to "
             "2.635e90, 3 paired seeds, p = 0.058)",
         ),
-        ([1.5, 1.6], [1.0], f"{ONE_SEED}; train more of them in a grid, not in a search: -m r"),
+        ([1.5, 1.6], [1.0], f"{ONE_SEED}; train more seeds in a grid, not in a search: -m run"),
         (
             [1.1, 1.2],
             [0.9, 0.91, NAN],
@@ -171,7 +171,11 @@ def test_the_settings_of_directories(tmp_path, call):
     found = strict(call(*runs, "compare", "format=json")[1])
     assert [len(side["by_seed"]) for side in found["settings"]] == [3, 3]
     code, out, err = call(tmp_path / "a", "compare")
-    assert (code, out, err.count("\n")) == (2, "", 1) and "there is one setting to compare" in err
+    assert (code, out, err.count("\n")) == (
+        2,
+        "",
+        1,
+    ) and "there is only one setting, so nothing to compare" in err
 
 
 def test_the_numbers_as_json(tmp_path, call):
@@ -391,7 +395,7 @@ def test_where_all_settings_diverged_none_is_the_best(tmp_path, call):
         replicate(tmp_path, [1.0, 1.1, math.inf], lr=lr)
     lines = call(tmp_path, "compare")[1].splitlines()
     assert lines[0].startswith("note: lr=1 diverged at 1 of its 3 seeds (3), so")
-    assert lines[2].startswith("nothing can be said: no setting has two complete seeds and no div")
+    assert lines[2].startswith("nothing can be said: no setting has two complete seeds without a")
     table = call(tmp_path)[1]
     assert "there is no best setting, since each of them has a diverged seed" in table
     assert "best: " not in table and "*  " not in table
@@ -445,7 +449,7 @@ def test_nothing_else_is_said_of_settings_that_are_not_decided(tmp_path, call):
     assert (found["decision"], found["better"], found["pairs"]) == ("undecided", None, 3)
     replicate(other, [5.0, 5.1, 5.2], lr=0.009)
     lines = call(root, other, "compare")[1].splitlines()
-    assert sum("have chosen its number of seeds (until=decided)" in line for line in lines) == 2
+    assert sum("decided how many seeds it has (until=decided)" in line for line in lines) == 2
     by_another = call(root, "compare", "metric=best_val_loss")[1]
     assert "is better" not in by_another
 
