@@ -91,8 +91,8 @@ class Strategy:
         """
         if isinstance(model, SupportsSeveralDevices) and not self.allows_several_devices:
             raise ConfigError(
-                f"{type(model).__name__} has a method to_devices, for several devices of a rank, "
-                "which needs ddp.strategy=ddp and ddp.reduction=fast; set both, or remove it"
+                f"{type(model).__name__} can use several devices per rank (to_devices), which "
+                "needs ddp.strategy=ddp and ddp.reduction=fast; set both, or remove to_devices"
             )
         if self.ddp.sync_batchnorm and self.device.type == "cpu" and self.group.world_size > 1:
             check_batchnorm(model)

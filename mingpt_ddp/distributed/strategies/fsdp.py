@@ -66,8 +66,8 @@ def check_no_scalars(strategy: str, dimensions: Mapping[str, int]) -> None:
     scalars = [name for name, number in dimensions.items() if number == 0]
     if scalars:
         raise ConfigError(
-            f"ddp.strategy={strategy} cannot split {scalars[0]}, a scalar; give it one "
-            "element, or use zero1"
+            f"ddp.strategy={strategy} cannot split {scalars[0]}, a scalar; give it the "
+            "shape (1,), or use ddp.strategy=zero1"
         )
 
 
@@ -115,7 +115,7 @@ class FSDPStrategy(Strategy):
         """Shard the model. Only one block at a time is moved to the device as a whole.
 
         Raises:
-            ConfigError: torch cannot split a parameter, such as a scalar.
+            ConfigError: Torch cannot split a parameter, such as a scalar.
         """
         self._broadcast_weights(model)
         model = self._synchronize_batchnorm(model)
@@ -136,7 +136,7 @@ class FSDPStrategy(Strategy):
         except (ValueError, NotImplementedError) as error:
             reason = " ".join(str(error).split()).rstrip(".")
             raise ConfigError(
-                f"ddp.strategy={self.name} cannot split the model: {reason}; or use zero1"
+                f"ddp.strategy={self.name} cannot split the model: {reason}; use ddp.strategy=zero1"
             ) from error
         return model
 

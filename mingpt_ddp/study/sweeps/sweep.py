@@ -76,7 +76,7 @@ class Sweep(Records):
         """True if no job is left. Always False if only another sweeper knows their number."""
         # Ranks in lock-step must agree, and only rank zero knows what is needed.
         needed = self.needed_jobs if self.env.world_size == 1 else None
-        if needed is not None and needed.n_settings(self.failed) == 0:
+        if needed is not None and needed.n_needed_settings(self.failed) == 0:
             return True
         return 0 < self.planned <= len({*self.done, *self.failed, *self.not_needed})
 
@@ -126,7 +126,7 @@ class Sweep(Records):
             return False
         directory = self.study.directory_of(number)
         if directory is not None:
-            self.job_records.kept.check(directory, self.config)
+            self.job_records.kept_results.check(directory, self.config)
             self.done[number] = directory
             self.n_done_before += 1
             log.info("%s: already complete", directory)
@@ -144,7 +144,7 @@ class Sweep(Records):
         if directory is None:
             self.not_needed.add(number)
             return
-        self.job_records.kept.check(directory, self.config)
+        self.job_records.kept_results.check(directory, self.config)
         self.done[number] = directory
         self.n_done_before += 1
 
@@ -172,7 +172,7 @@ class Sweep(Records):
     def batch_size(self) -> int:
         """The number of jobs that an external launcher runs together."""
         if self.needed_jobs is not None:
-            return max(1, self.needed_jobs.n_settings(self.failed))
+            return max(1, self.needed_jobs.n_needed_settings(self.failed))
         return int(self.settings.parallel)
 
     def look_up(self, job: Job) -> Known:

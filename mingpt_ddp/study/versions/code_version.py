@@ -52,9 +52,9 @@ class Version:
         Raises:
             RunError: Some have changed.
         """
-        files = _move(self.words, self.directory, self.directory)[1]
+        files = _relocate(self.words, self.directory, self.directory)[1]
         before = self.code.record
-        now = _read(self.directory, files, self.has_package).record
+        now = _current_code(self.directory, files, self.has_package).record
         changed = {name for name, _ in {*before["files"].items()} ^ {*now["files"].items()}}
         if now["package"]["sha256"] != before["package"]["sha256"]:
             changed.add(PACKAGE.name)
@@ -170,20 +170,20 @@ def find_version(name: str, commit: str, words: list[str]) -> Version:
     if root and commit:
         directory = _worktree(root, commit)
         here = root
-    words, files = _move(words, here, directory)
+    words, files = _relocate(words, here, directory)
     has_package = (directory / PACKAGE.name / "__init__.py").is_file()
     what = f"no package {PACKAGE.name}, and no Python file that --config-dir or code= leads to"
     relative = [word for word in words if ".code=" in word]
     if relative:
         what += f"; {relative[0]} needs the --config-dir=DIR that it is relative to"
     check(has_package or files, f"{name} has {what}")
-    code = _read(directory, files, has_package)
+    code = _current_code(directory, files, has_package)
     is_kept = code.record["patch"] != TOO_LARGE
     check(is_kept, f"the changes in {name} are {TOO_LARGE}; commit them")
     return Version(name, directory, words, code, has_package)
 
 
-def _read(directory: Path, files: list[Path], has_package: bool) -> Code:
+def _current_code(directory: Path, files: list[Path], has_package: bool) -> Code:
     """Return the code of a version as it is now."""
     # The keys are paths within the version, so that the same files elsewhere are the same code.
     hashes = {os.path.relpath(file, directory): hash_file(file) for file in files}
@@ -212,7 +212,7 @@ def _worktree(root: Path, commit: str) -> Path:
     return directory
 
 
-def _move(words: list[str], here: Path, directory: Path) -> tuple[list[str], list[Path]]:
+def _relocate(words: list[str], here: Path, directory: Path) -> tuple[list[str], list[Path]]:
     """Replace paths of code below `here` by the same paths below another directory.
 
     Returns:

@@ -36,8 +36,9 @@ from mingpt_ddp.study.results.sequential_record import (
 from mingpt_ddp.study.results.stats.significance import MIN_PAIRS
 from mingpt_ddp.study.versions.code_version import Version, find_commit, find_version
 
-WORDS_OF_A_JOB = ("run.seed", "run.root", "run.name")
-NOT_IN_NAMES = re.compile(r"[^\w.+-]+", re.ASCII)  # characters to replace in names of directories
+JOB_KEYS = ("run.seed", "run.root", "run.name")
+# Characters that are replaced in the names of directories.
+UNSAFE_CHARACTERS = re.compile(r"[^\w.+-]+", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ def compare_versions(
         label = version.name if names.count(version.name) == 1 else f"{nth}: {version.name}"
         jobs[label] = []
         for seed in seeds:
-            directory = root / name / f"{nth}-{NOT_IN_NAMES.sub('_', version.name)},run.seed={seed}"
+            readable = UNSAFE_CHARACTERS.sub("_", version.name)
+            directory = root / name / f"{nth}-{readable},run.seed={seed}"
             run_words = [f"run.seed={seed}", f"run.root={hydra_value(str(root))}"]
             run_words.append(f'run.name="{name}/{directory.name}"')
             jobs[label].append(VersionRun(version, run_words, directory, config))
@@ -296,7 +298,7 @@ def _check_config(job: VersionRun) -> None:
         recorded = read_yaml(directory / ".hydra" / "config.yaml")
     except (OSError, ValueError):  # a copy may lack hidden files
         return
-    changes = difference(job.config, recorded, WORDS_OF_A_JOB)
+    changes = difference(job.config, recorded, JOB_KEYS)
     if changes or any(directory.glob("config.*.yaml")):
         change = "; ".join(changes) or "it has config.2.yaml"
         raise RunError(

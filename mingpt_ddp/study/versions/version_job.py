@@ -10,7 +10,7 @@ import runpy
 import sys
 
 # Packages that must be imported from the directory, and their paths in a checkout.
-PARTS = {"mingpt_ddp": "mingpt_ddp", "mingpt_ddp.conf": "conf", "hydra_plugins": "hydra_plugins"}
+PACKAGES = {"mingpt_ddp": "mingpt_ddp", "mingpt_ddp.conf": "conf", "hydra_plugins": "hydra_plugins"}
 
 
 def main() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
     here = os.path.dirname(os.path.realpath(__file__))
     sys.path[:] = [path for path in sys.path if os.path.realpath(path) not in (here, os.getcwd())]
     sys.path.insert(0, directory)
-    for name, part in PARTS.items():
+    for name, part in PACKAGES.items():
         expected = os.path.realpath(os.path.join(directory, part))
         spec = importlib.util.find_spec(name) if os.path.isdir(expected) else None
         imported = next(iter(spec.submodule_search_locations or [""])) if spec else expected
