@@ -263,7 +263,7 @@ def test_words_without_an_effect_are_refused(tmp_path):
     for words, told in {
         "trainer.eval_every=5": "trainer.eval_every is for the loop of main.py, and own.py does",
         "-m trainer.log_every=5,6": "trainer.log_every is for the loop of main.py, and own.py does",
-        "ddp.nproc_per_node=2": "ddp.nproc_per_node=2 is for main.py and for sweeps; start one",
+        "ddp.nproc_per_node=2": "ddp.nproc_per_node=2 is for main.py and for sweeps; start a",
         "model.n_head=5": "must be divisible by model.n_head=5",
         "-m sweep.parallel=2 run.seed=1,2": "runs its jobs one after another on this machine",
         "-m sweep=optuna sweep.pruner=median optimizer.lr=interval(1,2)": "sweep.pruner needs the",

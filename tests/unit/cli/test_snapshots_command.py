@@ -259,7 +259,7 @@ def test_prune_refuses_while_the_run_is_running(below, run, call, tmp_path):
         (["export", "x", "to=s3://b/c"], "config error: to=s3://b/c must be a new local directory"),
         (
             ["export", "x", "somewhere"],
-            "config error: somewhere is not of the form key=value; the keys are to, step, format",
+            "config error: somewhere does not have the form key=value; the keys are to",
         ),
         (
             ["export", "x", "to=y", "step=last"],
