@@ -171,11 +171,8 @@ def test_the_settings_of_directories(tmp_path, call):
     found = strict(call(*runs, "compare", "format=json")[1])
     assert [len(side["by_seed"]) for side in found["settings"]] == [3, 3]
     code, out, err = call(tmp_path / "a", "compare")
-    assert (code, out, err.count("\n")) == (
-        2,
-        "",
-        1,
-    ) and "there is only one setting, so nothing to compare" in err
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "there is only one setting, so nothing to compare" in err
 
 
 def test_the_numbers_as_json(tmp_path, call):
@@ -190,7 +187,7 @@ def test_the_numbers_as_json(tmp_path, call):
     first = found["comparisons"][0]
     assert (first["reference"], first["other"]) == ("lr=0.001", "lr=0.003")
     assert first["better"] is None and first["p_corrected"] == pytest.approx(3 * first["p"])
-    assert any("1 job of lr=0.003 not counted" in note for note in found["notes"])
+    assert any("not complete: 1 job of lr=0.003" in note for note in found["notes"])
     assert any("p is corrected for all 3 pairs of settings (Holm)" in n for n in found["notes"])
 
 
