@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mingpt_ddp import errors
-from mingpt_ddp.storage.recorded_words import words_to_type
+from mingpt_ddp.storage.recorded_words import confirming_words
 from mingpt_ddp.storage.run_directory import SCRIPT, recorded_script
 from mingpt_ddp.study.results.objective import Objective
 from mingpt_ddp.study.results.runs import Row, RunRecord, Value
@@ -135,7 +135,7 @@ def command_line(job: RunRecord) -> str:
     # Without run.name, the command would begin a new run.
     if "run.name" not in job.config:
         return NO_COMMAND
-    words = [str(job.directory), *words_to_type(job.directory, job.config)]
+    words = [str(job.directory), *confirming_words(job.directory, job.config)]
     return f"{errors.command('again')} {shlex.join(words)}"
 
 
