@@ -42,7 +42,7 @@ FROZEN = [
 OTHER_SIZES = ["model.n_layer=1", "model.n_embd=18", "data.block_size=8", "model.dropout=0.25"]
 
 
-def train(root: Path, name: str, *overrides: str, typed: tuple[str, ...] = ()) -> Path:
+def train(root: Path, name: str, *overrides: str, command_line_keys: tuple[str, ...] = ()) -> Path:
     """Train in this process; return the run directory."""
     words = [
         *TINY,
@@ -55,7 +55,7 @@ def train(root: Path, name: str, *overrides: str, typed: tuple[str, ...] = ()) -
     config = from_mapping(configure(*words, f"data.cache_dir={root / 'cache'}"))
     runtime = Runtime(config, DistEnv())
     try:
-        train_run(Job(config, frozenset(typed)), runtime)
+        train_run(Job(config, frozenset(command_line_keys)), runtime)
     finally:
         runtime.close()
     return root / name
@@ -313,7 +313,7 @@ def test_a_resume_reads_all_texts_as_the_first_start_did(from_weights, texts, tm
 
 
 @pytest.mark.parametrize(
-    ("override", "typed", "message"),
+    ("override", "command_line_keys", "message"),
     [
         ("model.n_layer=1", "model.n_layer", "model.n_layer=1 differs from run.init_from="),
         ("model=gpt_mini", "model", "differs from run.init_from="),
@@ -325,16 +325,27 @@ def test_a_resume_reads_all_texts_as_the_first_start_did(from_weights, texts, tm
         ("run.init_sha256=abc", "", "not run.init_sha256=abc; set run.init_sha256=null to use it"),
     ],
 )
-def test_typed_sizes_that_differ_are_refused(override, typed, message, source, tmp_path, texts):
+def test_typed_sizes_that_differ_are_refused(
+    override, command_line_keys, message, source, tmp_path, texts
+):
     refused(
-        tmp_path, texts / "first.txt", source, message, override, kind=ConfigError, typed=(typed,)
+        tmp_path,
+        texts / "first.txt",
+        source,
+        message,
+        override,
+        kind=ConfigError,
+        command_line_keys=(command_line_keys,),
     )
 
 
 def test_typed_sizes_that_weights_allow(source, tmp_path, texts):
     """A shorter context drops positions; dropout is no size."""
-    words, typed = ["data.block_size=8", "model.dropout=0.5"], ("data.block_size", "model.dropout")
-    tuned = tune(tmp_path, texts / "first.txt", source, *words, typed=typed)
+    words, command_line_keys = (
+        ["data.block_size=8", "model.dropout=0.5"],
+        ("data.block_size", "model.dropout"),
+    )
+    tuned = tune(tmp_path, texts / "first.txt", source, *words, command_line_keys=command_line_keys)
     config = state_of(tuned)["config"]
     assert (config["data"]["block_size"], config["model"]["dropout"]) == (8, 0.5)
     ids = torch.tensor([[1, 2, 3, 4]])
@@ -370,7 +381,7 @@ def test_a_tokenizer_of_bytes_is_kept(words, texts, tmp_path):
         assert state_of(tuned)["config"]["data"]["tokenizer"] == tokenizer.name
         assert weights_of(tuned)["token_embedding.weight"].shape == (tokenizer.vocab_size, 24)
     message = r"data.tokenizer=char differs from run.init_from=.*, where it is \w+; leave"
-    refused(tmp_path, texts / "second.txt", source, message, typed=("data.tokenizer",))
+    refused(tmp_path, texts / "second.txt", source, message, command_line_keys=("data.tokenizer",))
 
 
 def bad_weight(kind: str, tensor: Tensor) -> Tensor:
