@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 LONGEST_LINE = 1000  # characters of an error, which may quote untrusted text
-MAIN = Path(__file__).resolve().parents[1] / "main.py"  # of a checkout
+MAIN_SCRIPT = Path(__file__).resolve().parents[1] / "main.py"  # of a checkout
 
 
 class UserError(Exception):
@@ -70,7 +70,7 @@ class StorageUnavailableError(UserError):
     kind = "storage error"
 
 
-MAY_PASS = (JoinError, StorageUnavailableError)  # after a restart
+TRANSIENT_ERRORS = (JoinError, StorageUnavailableError)  # after a restart
 
 
 class TrainingError(UserError):
@@ -144,7 +144,7 @@ def command(name: str = "train") -> str:
     program = Path(sys.argv[0])
     if program.name == "mingpt-ddp":
         return f"mingpt-ddp {name}"
-    if name == "train" and program.resolve() == MAIN:
+    if name == "train" and program.resolve() == MAIN_SCRIPT:
         return f"python {shlex.quote(str(program))}"
     return f"python -m mingpt_ddp {name}".removesuffix(" train")
 

@@ -140,14 +140,14 @@ def prepare(
         resources: closes the loader when it is closed.
     """
     config = job.config
-    typed = job.command_line_keys
+    command_line_keys = job.command_line_keys
     group = runtime.group
     recorded = read_recorded(history.store, history.directory, config.run.source, group)
     kept = recorded.state if recorded else None
-    warm = warm_start(config, kept, typed, group)
+    warm = warm_start(config, kept, command_line_keys, group)
     batch_size = recorded.batch_size if recorded else None
     config = with_batch_size(warm.config, group.data_size, batch_size)
-    config = with_recorded_format(config, kept, typed)
+    config = with_recorded_format(config, kept, command_line_keys)
     runtime.resume_precision(config, kept)
     task = build_task(config, group, warm.state, recorded_state=kept)
     with task.discarded_if_refused():
