@@ -159,7 +159,7 @@ def test_a_sweep_over_the_loop_as_the_page_says(tmp_path):
     assert rows[0]["val_loss"] < rows[1]["val_loss"]
     text = succeed(tool("report", str(sweep)), tmp_path)
     best = Path(rows[0]["directory"])
-    line = re.search(rf"its own loop is in {best}/script.py, run with (.*)", text)
+    line = re.search(rf"trained by the script {best}/script.py, run with (.*)", text)
     assert line is not None, text
     lr = f"optimizer.lr={rows[0]['optimizer.lr']}"
     typed = {word.partition("=")[0]: word for word in [*words, lr, f"run.name=rates/{best.name}"]}
