@@ -79,8 +79,8 @@ def _run(caller: Caller | None, to_words: Callable[[list[str]], list[str]]) -> O
             return Outcome(RunStatus.COMPLETE)
         sys.argv[1:] = to_words(sys.argv[1:])
         prepare_command_line(exits.env)
-        if caller is not None and caller.job is not None:
-            return _run_job_of(caller.job)
+        if caller is not None and caller.job_file is not None:
+            return _run_job_of(caller.job_file)
 
         def task(cfg: DictConfig, swept: Collection[str] | None = None) -> float:
             return train(cfg, swept, outcomes)

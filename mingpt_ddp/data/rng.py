@@ -1,4 +1,4 @@
-"""Keyed randomness: every draw depends on the seed and its key, never on earlier draws."""
+"""Draw random numbers by key: each draw depends on the seed and its key, never on earlier draws."""
 
 import hashlib
 from typing import Any
@@ -10,33 +10,40 @@ ROUNDS = 6
 
 
 def derive_seed(*keys: int | str) -> int:
-    """Hash keys (a purpose and numbers) to a 63-bit seed; different keys give independent seeds."""
+    """Hash keys, such as a purpose and a step, to a 63-bit seed.
+
+    Different keys give independent seeds.
+    """
     digest = hashlib.blake2b(",".join(map(str, keys)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def seed_everything(*keys: int | str) -> None:
     """Seed torch's global generators, on the CPU and on every GPU in use, from keys."""
-    import torch  # it takes seconds, and some code that reads texts does not need it
+    # Importing torch takes seconds. Some code that reads texts does not need it.
+    import torch
 
     seed = derive_seed(*keys)
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():  # otherwise torch.manual_seed records a stack trace
+    # Before CUDA is initialized, torch would only record the call, with its stack trace.
+    if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
 
 
 def feistel_permute(positions: Ints, n: int, key: int) -> Ints:
-    """Permute positions of 0 .. n - 1 by a key, without a table of n entries.
+    """Permute positions in 0 .. n - 1 by a key, without a table of n entries.
 
-    A Feistel network over the next even number of bits, repeated for values that are out of range
-    (cycle walking: Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). At least one
-    value in four is in range.
+    A Feistel network permutes all numbers of the next even number of bits. It is applied again to
+    values that are out of range (cycle walking: Black and Rogaway 2002, "Ciphers with Arbitrary
+    Finite Domains"). At least one value in four is in range.
 
     Args:
-        positions: integers in 0 .. n - 1, any shape.
+        positions: Integers in 0 .. n - 1, in any shape.
+        n: Number of positions that are permuted.
+        key: Seed that decides the permutation.
 
     Returns:
-        int64, the image of each position.
+        The new position of each position, as int64.
     """
     half = np.uint64(max(1, (max(n - 1, 1).bit_length() + 1) // 2))
     keys = [np.uint64(derive_seed("round", key, i)) for i in range(ROUNDS)]
@@ -47,7 +54,7 @@ def feistel_permute(positions: Ints, n: int, key: int) -> Ints:
 
 
 def _encipher(values: Ints, half: np.uint64, keys: list[np.uint64]) -> Ints:
-    """Apply the Feistel network, a bijection on integers of 2 * half bits."""
+    """Apply the Feistel network. It is a bijection on integers of 2 * half bits."""
     mask = (np.uint64(1) << half) - np.uint64(1)
     left = values >> half
     right = values & mask

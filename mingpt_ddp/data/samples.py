@@ -1,8 +1,9 @@
-"""Map-style datasets: samples in an exact order at any world size, augmented by key.
+"""Load samples of map-style datasets, in an exact order at any world size.
 
-The key is (seed, epoch, sample). Before a sample is read, torch's, NumPy's and Python's global
-generators are seeded from its key. A random transform therefore differs between samples and between
-epochs, but not between loader processes, ranks, world sizes or restarts.
+Each sample has a key: the seed, the epoch and its index. Before a sample is read, torch's, NumPy's
+and Python's global generators are seeded from this key. A random transform therefore differs
+between samples and between epochs, but not between loader processes, ranks, world sizes or
+restarts.
 """
 
 import hashlib
@@ -27,21 +28,32 @@ from mingpt_ddp.process.linux import die_with_parent
 from mingpt_ddp.process.sockets import make_socket_directory
 
 Key = tuple[int, int]  # epoch and index of a sample
-MAX_BATCH = 256  # samples of a batch in evaluation
+MAX_EVALUATION_BATCH = 256  # largest number of samples in a batch of an evaluation
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """The splits of a dataset, each a map-style torch Dataset: `len(split)` and `split[i]`."""
+    """The splits of a dataset.
 
-    train: Any  # Dataset of samples: tensors, or tuples, lists and dicts of tensors and numbers
+    Each split is a map-style torch Dataset with `len(split)` and `split[i]`. A sample is a tensor,
+    or a tuple, list or dict of tensors and numbers.
+
+    Attributes:
+        train: The training split.
+        val: The validation split.
+        test: The test split, which is evaluated once, at the end of a run. None if there is none.
+        outputs: Number of outputs of the model: classes, or target features.
+        sha256: SHA-256 of the dataset's content, or "". A run only resumes with the same hash.
+    """
+
+    train: Any
     val: Any
-    test: Any = None  # measured once, at the end of a run
-    outputs: int = 1  # of the model: classes, or target features
-    sha256: str = ""  # of the content; a run resumes only with the same
+    test: Any = None
+    outputs: int = 1
+    sha256: str = ""
 
     def digest(self) -> str:
-        """Return the SHA-256 of the content if it is given, else of the sizes."""
+        """Return the SHA-256 of the content. If it is not given, hash the sizes of the splits."""
         if self.sha256:
             return self.sha256
         sizes = [len(split) for split in (self.train, self.val, self.test or ())]
@@ -52,14 +64,14 @@ def build_datasets(config: DatasetConfig) -> Datasets:
     """Build the datasets that `config` describes.
 
     Raises:
-        CodeError: the user's builder returned something else.
-        DataError: the training or the validation split is empty, or the files cannot be read.
+        CodeError: The user's builder did not return `Datasets`.
+        DataError: The training or the validation split is empty, or the files cannot be read.
     """
     datasets = BUILDERS["dataset"][config.dataset](config)
     if not isinstance(datasets, Datasets):
         raise CodeError(
-            f"the dataset {config.dataset} must be mingpt_ddp.data.samples.Datasets, not "
-            f"{type(datasets)}"
+            f"the builder of data.dataset={config.dataset} must return "
+            f"mingpt_ddp.data.samples.Datasets, not {type(datasets)}"
         )
     for name in ("train", "val"):
         if len(getattr(datasets, name)) == 0:
@@ -68,9 +80,14 @@ def build_datasets(config: DatasetConfig) -> Datasets:
 
 
 class KeyedDataset(Dataset[Any]):
-    """A dataset whose random transforms depend on the key of the sample alone."""
+    """A dataset whose random transforms depend only on the key of the sample."""
 
     def __init__(self, dataset: Any, *purpose: int | str) -> None:
+        """
+        Args:
+            dataset: The map-style dataset.
+            purpose: Further keys, which are hashed with the key of each sample.
+        """
         self.dataset = dataset
         self.purpose = purpose
 
@@ -86,40 +103,50 @@ class KeyedDataset(Dataset[Any]):
 def _loader(
     dataset: KeyedDataset, batches: Iterable[list[Key]], config: DatasetConfig, on_gpu: bool
 ) -> Iterator[Any]:
-    """Return collated batches of these samples, in this order; loader processes start at once."""
+    """Load and collate batches of these samples, in this order. Loader processes start at once.
+
+    Args:
+        dataset: The dataset.
+        batches: The keys of the samples in each batch.
+        config: The number of loader processes, and whether to pin memory.
+        on_gpu: True if the batches are copied to a GPU.
+    """
+    # Loader processes hand over tensors through sockets.
     if config.num_workers:
-        make_socket_directory()  # they pass tensors on through sockets
+        make_socket_directory()
     loader = DataLoader(
         dataset,
         batch_sampler=batches,
         num_workers=config.num_workers,
         pin_memory=config.pin_memory and on_gpu,
-        worker_init_fn=_set_up_process,
+        worker_init_fn=_set_up_loader_process,
         multiprocessing_context="fork" if config.num_workers else None,
     )
-    return _explained(iter(loader))
+    return _with_loader_errors(iter(loader))
 
 
-def _set_up_process(_: int) -> None:
+def _set_up_loader_process(_: int) -> None:
     """Let a loader process die with its rank, and ignore signals.
 
-    It has inherited the rank's lock and connections.
+    A loader process has inherited the rank's lock and connections, so it must not outlive the rank.
     """
     die_with_parent()
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _explained(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield the batches; say that a process has ended if the connection to it is lost.
+def _with_loader_errors(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield the batches, and turn a lost connection to a loader process into a clear error.
 
     Raises:
-        RuntimeError: as torch does when a process ends at another moment.
+        RuntimeError: A loader process has ended while it handed over a batch. If it ends at another
+            moment, torch itself raises a RuntimeError.
     """
     try:
         yield from batches
     except (ConnectionError, EOFError) as error:
-        if "DataLoader worker" in str(error):  # the dataset raised it
+        # This exception was raised by the dataset, not by the connection.
+        if "DataLoader worker" in str(error):
             raise
         raise RuntimeError("a DataLoader worker was killed while it passed a batch on") from error
 
@@ -134,8 +161,15 @@ class SampleLoader:
         self, dataset: Any, config: DatasetConfig, batch_size: int, seed: int, on_gpu: bool
     ) -> None:
         """
+        Args:
+            dataset: The training split.
+            config: The settings of the dataset.
+            batch_size: Number of samples in a step, over all ranks.
+            seed: Seed of the order and of random transforms.
+            on_gpu: True if the batches are copied to a GPU.
+
         Raises:
-            DataError: there are fewer samples than one batch takes.
+            DataError: The split has fewer samples than one batch.
         """
         self.config = config
         self.batch_size = batch_size
@@ -151,13 +185,14 @@ class SampleLoader:
             )
         self._dataset = KeyedDataset(dataset, "sample", seed)
         self._iterator: Iterator[Any] = iter(())
-        self._plan: tuple[BatchPlan, int] | None = None  # and the rank, of the iterator
-        self._step = 0  # the latest
+        # The iterator yields the micro-batches of this plan and rank.
+        self._plan_and_rank: tuple[BatchPlan, int] | None = None
+        self._step = 0  # step of the most recent batch
         self._batch = list[MicroBatch]()
 
     def get_batch(self, step: int, plan: BatchPlan, rank: int) -> list[MicroBatch]:
-        """Return the micro-batches of a rank in a step; steps count from 1."""
-        same_plan = self._plan == (plan, rank)
+        """Return a rank's micro-batches in a step. Steps count from 1."""
+        same_plan = self._plan_and_rank == (plan, rank)
         if same_plan and step == self._step:
             return self._batch
         if not same_plan or step != self._step + 1:
@@ -165,19 +200,19 @@ class SampleLoader:
             self._iterator = _loader(self._dataset, keys, self.config, self.on_gpu)
         indices = plan.indices_for_rank(rank)
         self._batch = [MicroBatch(j, next(self._iterator)) for j in indices]
-        self._plan = (plan, rank)
+        self._plan_and_rank = (plan, rank)
         self._step = step
         return self._batch
 
     def close(self) -> None:
         """End the loader processes now.
 
-        The garbage collector would take down their queues first, and wait for them.
+        The garbage collector might destroy their queues first, and then wait for the processes.
         """
         self._iterator = iter(())
 
     def _keys(self, first: int, plan: BatchPlan, rank: int) -> Iterator[list[Key]]:
-        """Yield the samples of each micro-batch of a rank, from step `first` on, without end."""
+        """Yield the sample keys of a rank's micro-batches, endlessly from step `first` on."""
         for step in itertools.count(first):
             epoch, number = divmod(step - 1, self.steps_per_epoch)
             positions = np.arange(number * self.batch_size, (number + 1) * self.batch_size)
@@ -190,14 +225,17 @@ class SampleLoader:
 
 
 class SampleSplit:
-    """A split for evaluation: every sample once, or a fixed part of them."""
+    """A split for evaluation, which reads every sample once, or a fixed subset of them."""
 
     def __init__(
         self, dataset: Any, config: DatasetConfig, on_gpu: bool, limit: int | None = None
     ) -> None:
         """
         Args:
-            limit: number of samples to evaluate, the same ones every time; None: all.
+            dataset: The split.
+            config: The settings of the dataset.
+            on_gpu: True if the batches are copied to a GPU.
+            limit: Number of samples to evaluate, the same ones every time. None evaluates all.
         """
         self.config = config
         self.on_gpu = on_gpu
@@ -207,13 +245,16 @@ class SampleSplit:
         if limit is not None and limit < n:
             part = feistel_permute(np.arange(limit), n, derive_seed("evaluation"))
             indices = sorted(part.tolist())
-        self._batches = [indices[i : i + MAX_BATCH] for i in range(0, len(indices), MAX_BATCH)]
+        self._batches = [
+            indices[i : i + MAX_EVALUATION_BATCH]
+            for i in range(0, len(indices), MAX_EVALUATION_BATCH)
+        ]
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def batches(self, rank: int, world_size: int) -> Iterator[Any]:
-        """Yield the batches of a rank: number i is for rank i mod world size."""
+        """Yield the batches of a rank. Batch number i belongs to rank i mod world size."""
         batches = []
         for batch in self._batches[rank::world_size]:
             batches.append([(0, index) for index in batch])

@@ -1,4 +1,4 @@
-"""Windows from several texts, as many of each as its weight says, by (seed, step) alone."""
+"""Mix windows of several texts in proportion to their weights, as a function of seed and step."""
 
 import numpy as np
 
@@ -11,8 +11,8 @@ from mingpt_ddp.errors import DataError
 class WeightedLoader(TokenLoader):
     """The training parts of several texts as an endless sequence of batches.
 
-    An epoch has as many windows as all texts have. Each text gives its share of them, in an order
-    that passes through all of its windows before any is repeated, also over epochs.
+    An epoch has as many windows as all texts have together. Each text contributes a share by its
+    weight. No window of a text is repeated before all its windows have been used, also over epochs.
     """
 
     def __init__(
@@ -26,11 +26,16 @@ class WeightedLoader(TokenLoader):
     ) -> None:
         """
         Args:
-            tokens: the training parts, one after the other.
-            sizes: tokens of each.
+            tokens: The training parts, one after the other.
+            sizes: Number of tokens in each part.
+            config: The settings of the texts, with their weights.
+            batch_size: Number of sequences in a step, over all ranks.
+            seed: Seed of the order of the windows.
+            device: The device of the batches. The tokens stay on a GPU with enough memory.
 
         Raises:
-            DataError: a part is shorter than one window, or all are too short for one batch.
+            DataError: A part is shorter than one window, or all parts together are too short for
+                one batch.
         """
         super().__init__(tokens, config.block_size, config.stride, batch_size, seed, device)
         sources = config.sources or []
@@ -39,12 +44,14 @@ class WeightedLoader(TokenLoader):
         for (path, _), windows in zip(sources, self._windows, strict=True):
             if windows < 1:
                 raise DataError(
-                    f"the training part of {path} in data.sources is shorter than one window"
+                    f"the training part of {path} in data.sources is shorter than one window; use "
+                    "a longer text or a smaller data.block_size"
                 )
         self._begins = [0, *np.cumsum(sizes)[:-1].tolist()]
         self._set_epoch(sum(self._windows))
         shares = np.cumsum(weights / weights.sum()) * self.windows_per_epoch
-        # Ends of each text's share among the windows of an epoch, before they are shuffled.
+        # An epoch's windows, before they are shuffled, are the shares of the texts in a row. These
+        # are the ends of the shares.
         self._ends = np.round(shares).astype(np.int64)
         self._ends[-1] = self.windows_per_epoch
         for (path, _), share in zip(sources, np.diff(self._ends, prepend=0), strict=True):
@@ -54,6 +61,7 @@ class WeightedLoader(TokenLoader):
                 )
 
     def _draw(self, epoch: int, order: Ints) -> Ints:
+        """Compute the starts of windows from their numbers, each within the share of its text."""
         starts = np.empty_like(order)
         begin = 0
         for text, windows in enumerate(self._windows):

@@ -1,1 +1,1 @@
-"""This process: its ranks, what it prints, how signals and errors end it."""
+"""This process: its rank, its output, and how signals and errors end it."""

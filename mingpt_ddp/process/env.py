@@ -1,6 +1,6 @@
-"""The ranks of this process.
+"""Read from the environment which rank this process has, and who has started it.
 
-The only module that reads RANK, WORLD_SIZE, MASTER_ADDR, OMPI_COMM_WORLD_RANK etc.
+Only this module reads RANK, WORLD_SIZE, MASTER_ADDR, OMPI_COMM_WORLD_RANK and similar variables.
 """
 
 import functools
@@ -15,72 +15,79 @@ from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.process.linux import read_stat
 
 T = TypeVar("T")
-STARTED_AT = "MINGPT_DDP_STARTED_AT"  # set for the workers of `ddp.nproc_per_node`
-# Set if standard error is shown where a carriage return begins the line again, as in a notebook.
+# The launcher of `ddp.nproc_per_node` sets this for its workers: time.monotonic() at their start.
+STARTED_AT = "MINGPT_DDP_STARTED_AT"
+# Set if standard error can show a progress line although it is not a terminal, as in a notebook:
+# after a carriage return, the next text overwrites the line.
 SHOWS_PROGRESS = "MINGPT_DDP_SHOWS_PROGRESS"
-CALLER = "MINGPT_DDP_CALLER"  # set by `mingpt_ddp.train` and `sweep`: a Caller as JSON
+# `mingpt_ddp.train` and `sweep` set this for the process that they start: a Caller as JSON.
+CALLER = "MINGPT_DDP_CALLER"
 
 
 @dataclass(frozen=True)
 class Caller:
-    """The process that has started this one from Python."""
+    """The process that has started this process from Python."""
 
-    pid: int  # this process ends with it
-    outcome: str | None = None  # file to which this process writes how it has ended, as JSON
-    job: str | None = None  # file with the job as JSON; None: the command line has the words
+    pid: int  # process id of the caller; if the caller dies, this process exits
+    outcome_file: str | None = None  # this process writes its outcome to this file, as JSON
+    job_file: str | None = None  # file with the job as JSON; None if the command line names it
 
     def environ(self) -> dict[str, str]:
-        """Return the environment variable that tells another process of its caller."""
+        """Return the environment variable that tells a new process about its caller."""
         return {CALLER: json.dumps(asdict(self))}
 
 
 @functools.cache
 def take_caller() -> Caller | None:
-    """Return the caller of this process, and hide it from the processes that this one starts."""
+    """Return the caller of this process, if it has one. Hide it from processes started later."""
     text = os.environ.pop(CALLER, None)
     return None if text is None else Caller(**json.loads(text))
 
 
 @dataclass(frozen=True)
 class DistEnv:
-    """The ranks of this process, and how it was started."""
+    """The global and local rank of this process, and how it was started."""
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    has_agent: bool = False  # the parent hosts the store and restarts this process when it dies
+    # True if the parent process hosts the store and restarts this process when it dies.
+    has_agent: bool = False
     master_address: tuple[str, int] = ("", 0)  # host and port of the job's key-value store
-    is_standalone: bool = True  # RANK and WORLD_SIZE are not set
-    has_local_rank: bool = False  # LOCAL_RANK is set: one process per local rank
+    is_standalone: bool = True  # True if no launcher has set RANK and WORLD_SIZE
+    # True if LOCAL_RANK is set. Then the launcher starts one process for each local rank.
+    has_local_rank: bool = False
 
     @property
     def is_rank_zero(self) -> bool:
         return self.rank == 0
 
     def call_on_rank_zero(self, fn: Callable[[], T]) -> T | None:
-        """Call `fn` on rank zero alone, without communication; return None on every other rank."""
+        """Call `fn` only on rank zero, and return None on other ranks. No rank communicates."""
         return fn() if self.is_rank_zero else None
 
 
-def read_env(per_pod: int = 1) -> DistEnv:
-    """Read RANK etc., as torchrun or the user's launcher sets them, or a Kubeflow pod's variables.
+def read_env(workers_per_pod: int = 1) -> DistEnv:
+    """Read the rank of this process from the environment variables that its launcher has set.
+
+    The launcher may be torchrun, mpirun of Open MPI, Kubeflow's operator, or a launcher of the user
+    that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Args:
-        per_pod: the workers of a pod, whose variables count the pods.
+        workers_per_pod: Number of workers in each Kubeflow pod. The variables of a pod only give
+            the number of the pod.
 
     Raises:
-        ConfigError: some of them are missing or inconsistent.
+        ConfigError: Some variables are missing or inconsistent.
     """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        return _read_mpi_env() or _read_pod_env(per_pod)
+        return _read_mpi_env() or _read_pod_env(workers_per_pod)
     needed = ["RANK", "WORLD_SIZE"]
     if os.environ.get("WORLD_SIZE") and _read_int("WORLD_SIZE") > 1:
         needed += ["MASTER_ADDR", "MASTER_PORT"]
     for name in needed:
         if not os.environ.get(name):
-            raise ConfigError(
-                f"{name} is not set, but others of {', '.join(needed)} are; set all of them or none"
-            )
+            raise ConfigError(f"{name} is not set; set all of {', '.join(needed)}, or none of them")
     env = DistEnv(
         rank=_read_int("RANK"),
         local_rank=_read_int("LOCAL_RANK", "0"),
@@ -102,9 +109,10 @@ def _checked(env: DistEnv) -> DistEnv:
 
 
 def _read_mpi_env() -> DistEnv | None:
-    """Read the variables that mpirun of Open MPI sets; None without them.
+    """Read the variables that mpirun of Open MPI sets. Return None if they are not set.
 
-    MASTER_ADDR and MASTER_PORT name the store, by default on this machine if it has all ranks.
+    MASTER_ADDR and MASTER_PORT name the host of the store. If all ranks are on this machine, they
+    are optional.
     """
     if _read_int("OMPI_COMM_WORLD_SIZE", "1") == 1:
         return None
@@ -113,8 +121,8 @@ def _read_mpi_env() -> DistEnv | None:
     host = os.environ.get("MASTER_ADDR", "localhost" if is_one_machine else "")
     if not host:
         raise ConfigError(
-            "mpirun starts ranks on several machines; "
-            "pass -x MASTER_ADDR=HOST, the machine of rank 0"
+            "mpirun starts ranks on several machines, which need the address of rank 0; "
+            "pass -x MASTER_ADDR=HOST"
         )
     env = DistEnv(
         rank=_read_int("OMPI_COMM_WORLD_RANK"),
@@ -130,7 +138,7 @@ def _read_mpi_env() -> DistEnv | None:
 def _read_pod_env(workers: int) -> DistEnv:
     """Read the variables that Kubeflow's operator sets for torchrun in each pod.
 
-    A single pod is standalone.
+    If there is only one pod, its workers are standalone.
     """
     if "PET_NODE_RANK" not in os.environ or _read_int("PET_NNODES", "1") == 1:
         return DistEnv()
@@ -143,7 +151,7 @@ def _read_pod_env(workers: int) -> DistEnv:
 
 
 def has_parent_launcher() -> bool:
-    """Return whether torchrun or a parent of `ddp.nproc_per_node` has started this process."""
+    """Return True if torchrun or the launcher of `ddp.nproc_per_node` has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -155,10 +163,12 @@ def _read_int(name: str, default: str = "") -> int:
 
 
 def worker_environ(first: DistEnv, index: int, local_world_size: int) -> dict[str, str]:
-    """Return the environment variables of worker `index` of a node, as torchrun sets them.
+    """Return the environment variables that torchrun would set for a worker.
 
     Args:
-        first: the ranks of the node's first worker.
+        first: Ranks of the first worker on this node.
+        index: Number of the worker on this node, counted from 0.
+        local_world_size: Number of workers on this node.
     """
     variables = {
         "RANK": first.rank + index,
@@ -174,14 +184,15 @@ def worker_environ(first: DistEnv, index: int, local_world_size: int) -> dict[st
 
 
 def process_start_time() -> float:
-    """Return time.monotonic() at the start of this process, or of the attempt whose worker it is.
+    """Return the time.monotonic() at which this process was started.
 
-    Without Linux's /proc, return the current time.
+    For a worker of `ddp.nproc_per_node`, return the time at which its attempt began. Without the
+    /proc of Linux, return the current time.
     """
     if STARTED_AT in os.environ:
         return float(os.environ[STARTED_AT])
     try:
-        started_s = int(read_stat("self")[19]) / os.sysconf("SC_CLK_TCK")  # since boot
+        started_s = int(read_stat("self")[19]) / os.sysconf("SC_CLK_TCK")  # seconds after boot
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
     except (OSError, ValueError, IndexError, AttributeError):
         age_s = 0.0

@@ -1,4 +1,4 @@
-"""The text of an error that no code of this package expects: what, where, and in which step."""
+"""Describe an unexpected error in one line: what happened, where, and in which step."""
 
 import re
 import sysconfig
@@ -9,30 +9,34 @@ from mingpt_ddp.config.builders import MAX_ERROR_LENGTH
 from mingpt_ddp.errors import relative_path
 
 PACKAGE = f"{Path(__file__).parents[1]}/"
-# Parts of the names of files that are not the user's; the last two are of generated code.
-OTHERS = (
+# If the name of a file contains one of these texts, the file is not the user's code. The last two
+# mark generated code.
+NOT_USER_CODE = (
     "/site-packages/",
     "/dist-packages/",
     f"{sysconfig.get_path('stdlib')}/",
     "/torchinductor",
     "<",
 )
-# Some of their errors are no OSErrors.
+# Network errors of these libraries are not always an OSError.
 NETWORK_LIBRARIES = ("aiohttp", "botocore", "httpcore", "httpx", "urllib3")
-MACHINE = re.compile(r"DataLoader worker (\(pid|was killed)|out of memory|CUDA error")
-# A call in a traceback, as the error of a DataLoader process has it in its message.
-CALL = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
+# Errors that the machine or its memory causes.
+MACHINE_ERROR = re.compile(r"DataLoader worker (\(pid|was killed)|out of memory|CUDA error")
+# A call in the text of a traceback. The error of a DataLoader process has the text in its message.
+TRACEBACK_CALL = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
 
 
 def describe_error(error: BaseException, activity: str = "") -> str:
-    """Return one line: the error, where the user's code or else this package raised it, and when.
+    """Describe an error in one line: the error, its location, and the activity of the rank.
+
+    The location is in the user's code if possible, otherwise in this package.
 
     Args:
-        activity: of the rank, as its heartbeat has it; "": unknown.
+        activity: Activity in the heartbeat of the rank, or "" if it is not known.
     """
     message = str(error)
     text = f"{type(error).__name__}: {message}"
-    if CALL.search(message):
+    if TRACEBACK_CALL.search(message):
         text = message.strip().splitlines()[-1]
     text = " ".join(text.split())[:MAX_ERROR_LENGTH]
     location = _locate(error)
@@ -42,43 +46,50 @@ def describe_error(error: BaseException, activity: str = "") -> str:
 
 
 def _locate(error: BaseException) -> str:
-    """Return `file:line` of the innermost call in a user's file, else in this package."""
+    """Return `file:line` of the innermost call in the user's code, or else in this package.
+
+    Return "" if there is no such call.
+    """
     location_in_package = ""
-    for raised in (error, error.__cause__):  # one of all ranks has the traceback in its cause
+    # If an error is raised on all ranks, its cause has the traceback.
+    for raised in (error, error.__cause__):
         for file, line in reversed(_calls(raised)):
             location = f"{relative_path(Path(file))}:{line}"
             if file.startswith(PACKAGE):
                 location_in_package = location_in_package or location
-            elif not any(part in file for part in OTHERS):
+            elif not any(part in file for part in NOT_USER_CODE):
                 return location
     return location_in_package
 
 
 def _calls(error: BaseException | None) -> list[tuple[str, int]]:
-    """Return the file and the line of each call in the traceback, the innermost last."""
+    """Return the file and the line of each call in the traceback. The innermost call is last."""
     if error is None:
         return []
-    passed_on = CALL.findall(str(error))
-    if passed_on:
-        return [(file, int(line)) for file, line in passed_on]
+    # The traceback of another process, which is part of the message.
+    calls_in_message = TRACEBACK_CALL.findall(str(error))
+    if calls_in_message:
+        return [(file, int(line)) for file, line in calls_in_message]
     calls = traceback.walk_tb(error.__traceback__)
     return [(frame.f_code.co_filename, line) for frame, line in calls]
 
 
 def is_transient(error: BaseException | None) -> bool:
-    """Return whether a restart may succeed although the error came twice.
+    """Return True if a restart may succeed even after the same error has occurred twice.
 
-    So it is if a machine, its memory or a network caused it, or an error behind it.
+    This is the case if a machine, its memory or a network has caused the error, or has caused an
+    earlier error that led to it.
     """
     if error is None:
         return False
     if isinstance(error, (OSError, MemoryError)) and not isinstance(error, FileNotFoundError):
         return True
-    if type(error).__module__.partition(".")[0] in NETWORK_LIBRARIES or MACHINE.search(str(error)):
+    library = type(error).__module__.partition(".")[0]
+    if library in NETWORK_LIBRARIES or MACHINE_ERROR.search(str(error)):
         return True
     return is_transient(error.__cause__ or error.__context__)
 
 
 def without_addresses(text: str) -> str:
-    """Return the text without addresses and ids of objects, which differ between processes."""
+    """Remove addresses and ids of objects from a text, because they differ between processes."""
     return re.sub(r"0x[0-9a-fA-F]+|\d{14,}", "", text)

@@ -15,12 +15,12 @@ from mingpt_ddp.process.sockets import delete_socket_directory
 
 log = logging.getLogger(__name__)
 
-# The exit codes of every command and worker, besides 0 and, after signal n, 128 + n. A preempted
-# worker exits with ddp.preempted_exit_code, by default 0: torchrun's agent restarts it after any
-# other code.
-FAILURE = 1  # a crash: a restart may succeed
-USER_ERROR = 2  # the last line says what to fix: a restart would fail too
-# EX_TEMPFAIL of <sysexits.h>: the storage is unavailable, or a SLURM job asks to be requeued.
+# Exit codes of all commands and workers. Other codes are 0, and 128 + n after signal n. A preempted
+# worker exits with ddp.preempted_exit_code, which is 0 by default: after any other code, torchrun's
+# agent would restart it.
+FAILURE = 1  # a crash; a restart may succeed
+USER_ERROR = 2  # the last line says what to fix; a restart would fail too
+# The storage is unavailable, or a SLURM job asks to be requeued. The name comes from <sysexits.h>.
 EX_TEMPFAIL = 75
 
 
@@ -30,7 +30,9 @@ def exit_process(error: UserError | None, code: int, to_console: bool = True) ->
     os._exit keeps Hydra from starting another job, and destructors from waiting for other ranks.
 
     Args:
-        to_console: False if the process that has started this one prints the error.
+        error: The error to log, or None.
+        code: The exit code of the process.
+        to_console: False if the parent process prints the error.
     """
     try:
         if error is not None:

@@ -1,4 +1,4 @@
-"""Failures of ranks: the store in which peers find the root cause."""
+"""Record the failure of a rank in the store, where other ranks look up the root cause."""
 
 import hashlib
 import json
@@ -9,16 +9,16 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from mingpt_ddp.errors import MAY_PASS
+from mingpt_ddp.errors import TRANSIENT_ERRORS
 from mingpt_ddp.process.error_text import without_addresses
 from mingpt_ddp.process.job_store import ask_store, get_now
 
-FIRST_FAILURE = "failure"  # key in the store: the error of the first rank that failed
-# Keys in the store: the number of ranks that failed, also of those with the same error; and whether
-# all ranks had the same one.
-FAILED = "failed"
-ARE_ALIKE = "failed/alike"
-ALL_FAILED_TIMEOUT_S = 5.0  # within which all ranks hit an error that all ranks hit
+# Keys in the store:
+FIRST_FAILURE = "failure"  # the error of the first rank that failed
+FAILED_COUNT = "failed"  # the number of ranks that failed; with a suffix, the number per error
+ARE_ALIKE = "failed/alike"  # True if all ranks failed with the same error
+# If an error occurs on all ranks, it occurs on all of them within this time.
+ALL_FAILED_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,17 @@ class RankFailure:
     """The error of the first rank that failed."""
 
     rank: int
-    kind: str  # the class of a UserError; "" for any other error
+    error_class: str  # name of the class of a UserError, or "" for any other error
     message: str  # one line
 
     @property
     def is_final(self) -> bool:
-        """Whether a restart would fail too."""
-        return self.kind not in ("", *(error.__name__ for error in MAY_PASS))
+        """True if a restart would fail too."""
+        return self.error_class not in ("", *(error.__name__ for error in TRANSIENT_ERRORS))
 
 
 class Failures:
-    """The error of the first rank that failed, in the store of the attempt."""
+    """Write failures of ranks to the store, and read them."""
 
     def __init__(
         self,
@@ -47,28 +47,32 @@ class Failures:
     ) -> None:
         """
         Args:
-            store: None: there is no other rank.
-            job_store: outlives the attempt; None: nobody starts another one.
+            store: Store with the keys of this attempt. None if there is no other rank.
+            job_store: Store that outlives the attempt. None if there will be no other attempt.
         """
         self.store = store
         self.job_store = job_store
         self.rank = rank
         self.world_size = world_size
 
-    def record(self, message: str, kind: str = "") -> None:
-        """Write the error of this rank to the store, unless another rank failed before.
+    def record(self, message: str, error_class: str = "") -> None:
+        """Write the error of this rank to the store, unless another rank has failed before.
 
         Args:
-            kind: the class of a UserError; "" for any other error.
+            message: The error in one line.
+            error_class: Name of the class of a UserError, or "" for any other error.
         """
         store = self.store
         if store is None:
             return
-        failure = json.dumps(asdict(RankFailure(self.rank, kind, message)))
+        failure = json.dumps(asdict(RankFailure(self.rank, error_class, message)))
         ask_store(lambda: store.compare_set(FIRST_FAILURE, "", failure), otherwise=b"")
 
     def record_for_later(self, message: str) -> bool:
-        """Record an error for later attempts; return whether a rank had it in an earlier one."""
+        """Record an error for later attempts.
+
+        Return True if a rank has recorded the same error in an earlier attempt.
+        """
         job_store = self.job_store
         if job_store is None:
             return False
@@ -83,7 +87,7 @@ class Failures:
         return ask_store(record, otherwise=False)
 
     def first(self, wait_s: float) -> RankFailure | None:
-        """Return the error of the first failed rank, if it is reported within `wait_s` seconds."""
+        """Return the first failure that a rank has recorded, or records within `wait_s` seconds."""
         store = self.store
         if store is None:
             return None
@@ -98,15 +102,15 @@ class Failures:
         return ask_store(poll, otherwise=None, wait_s=wait_s)
 
     def compare_with_all(self, message: str) -> bool:
-        """Count this rank as failed; return whether every rank failed with the same error."""
+        """Count this rank as failed. Return True if every rank has failed with the same error."""
         store = self.store
         if store is None:
             return True
-        key = f"{FAILED}/{hashlib.sha256(message.encode()).hexdigest()}"
+        key = f"{FAILED_COUNT}/{hashlib.sha256(message.encode()).hexdigest()}"
 
         def compare() -> bool:
             store.add(key, 1)
-            if store.add(FAILED, 1) == self.world_size:
+            if store.add(FAILED_COUNT, 1) == self.world_size:
                 are_alike = store.add(key, 0) == self.world_size
                 store.set(ARE_ALIKE, str(are_alike))
             store.wait([ARE_ALIKE], timedelta(seconds=ALL_FAILED_TIMEOUT_S))

@@ -10,11 +10,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# From a scheduler, from Ctrl-C, and from a terminal that is closed.
+# A scheduler sends the first two, Ctrl-C the third, and a terminal that is closed the last one.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-INTERRUPTED = 128 + signal.SIGINT  # exit code
+INTERRUPTED = 128 + signal.SIGINT  # exit code after Ctrl-C
 CHECKOUT = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", ".."))
-SCRIPTS = ("main.py", "sample.py", "mingpt_ddp/study/versions/version_job.py")  # in a checkout
+# Commands of this package that are scripts in a checkout.
+SCRIPTS = ("main.py", "sample.py", "mingpt_ddp/study/versions/version_job.py")
 
 
 def handle(handler: Callable[[int, Any], Any]) -> dict[signal.Signals, Any]:

@@ -62,7 +62,8 @@ def _wait_for_host(host: str, port: int, timeout_s: float) -> None:
         time.sleep(POLL_S)
 
 
-@cache  # one for all jobs: others may connect for the next job while this rank ends the last
+# All jobs share one store: other ranks may connect for the next job while this rank ends the last.
+@cache
 def _host(host: str, port: int) -> TCPStore:
     return TCPStore(host, port, is_master=True, wait_for_workers=False)
 
@@ -70,8 +71,8 @@ def _host(host: str, port: int) -> TCPStore:
 def call_with_timeout(work: Callable[[], T], timeout_s: float) -> T:
     """Call `work` on a thread of its own, and return its result within a timeout.
 
-    Calls of the store never return if the network is broken or the host is stopped. If the host has
-    died, they raise.
+    A call of the store raises an error if the host has died. It never returns if the network is
+    broken or the host is stopped.
 
     Raises:
         TimeoutError: `work` has not returned after `timeout_s` seconds.
@@ -114,7 +115,7 @@ def record_fatal(env: DistEnv, job: int, message: str) -> bool:
 
 
 def raise_if_fatal(store: Store) -> None:
-    """Fail if an earlier attempt recorded a fatal error. Agents restart their workers regardless.
+    """Fail if an earlier attempt recorded a fatal error, because agents restart workers anyway.
 
     Raises:
         RunError: The recorded error.

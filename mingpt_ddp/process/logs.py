@@ -14,7 +14,8 @@ from mingpt_ddp.errors import RunError, printable, reason
 from mingpt_ddp.process.env import SHOWS_PROGRESS, DistEnv
 
 ROOT = "mingpt_ddp"
-tqdm.set_lock(threading.RLock())  # tqdm's default is a system semaphore, which os._exit would leak
+# By default, tqdm uses a system semaphore, which os._exit would leak.
+tqdm.set_lock(threading.RLock())
 _bars: weakref.WeakSet[tqdm] = weakref.WeakSet()
 
 
@@ -29,7 +30,8 @@ class Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stderr is None or getattr(record, "file_only", False):
             return
-        with contextlib.suppress(OSError, ValueError):  # the reader of a pipe exited: continue
+        # Go on without output if the reader of a pipe has exited.
+        with contextlib.suppress(OSError, ValueError):
             text = self.format(record)
             if sys.stderr.isatty():
                 text = printable(text)
@@ -38,7 +40,7 @@ class Console(logging.Handler):
 
 
 def to_console(env: DistEnv) -> None:
-    """Log to the console alone."""
+    """Log only to the console."""
     logger = logging.getLogger(ROOT)
     logger.setLevel(logging.INFO)
     logger.propagate = False
@@ -47,7 +49,11 @@ def to_console(env: DistEnv) -> None:
 
 
 def to_file(directory: Path, env: DistEnv) -> None:
-    """Log to `main.rank<N>.log` as well.
+    """Also log to the file `main.rank<N>.log`.
+
+    Args:
+        directory: Directory of the file.
+        env: Has the rank N.
 
     Raises:
         RunError: The file cannot be written.
@@ -71,7 +77,7 @@ def has_file() -> bool:
 
 
 def close() -> None:
-    """Erase the progress lines; flush, close and remove all handlers."""
+    """Erase the progress lines. Flush, close and remove all handlers."""
     for bar in list(_bars):
         bar.close()
     logger = logging.getLogger(ROOT)
@@ -83,7 +89,7 @@ def close() -> None:
 def progress_bar(env: DistEnv, total: int | None, name: str, unit: str, initial: int = 0) -> tqdm:
     """Return a progress line for rank zero's terminal. Elsewhere it is disabled.
 
-    Log lines appear above it. It is erased when it is closed, or logging is.
+    Log lines appear above it. It is erased when it is closed, or when `close` is called.
 
     Args:
         total: Number of units at the end. None if that is not known yet.

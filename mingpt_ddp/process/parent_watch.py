@@ -1,4 +1,4 @@
-"""End this process when its parent dies; end stopped processes for which an agent would wait."""
+"""End this process when its parent dies. End stopped processes for which an agent would wait."""
 
 import multiprocessing
 import os
@@ -39,9 +39,10 @@ def die_with_parent(expected: int | None = None) -> None:
 
 
 def kill_stopped_siblings(env: DistEnv) -> None:
-    """SIGKILL stopped processes of the same agent. It would wait for them: they ignore SIGTERM.
+    """Send SIGKILL to stopped processes of the same agent.
 
-    The launcher of `ddp.nproc_per_node` does this itself.
+    The agent would send SIGTERM and wait for them, but a stopped process does not react to it. The
+    launcher of `ddp.nproc_per_node` kills its stopped workers itself.
     """
     if env.has_agent and multiprocessing.parent_process() is None:
         linux.kill_stopped_children(os.getppid())

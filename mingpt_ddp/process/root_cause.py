@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from mingpt_ddp.config.job import Outcome, Reporter, RunStatus
 from mingpt_ddp.errors import (
     LONGEST_LINE,
-    MAY_PASS,
+    TRANSIENT_ERRORS,
     ChangedTextError,
     ConfigError,
     JoinError,
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ROOT_CAUSE_TIMEOUT_S = 1.0  # how long a rank that lost a peer waits for the root cause
+# A rank that has lost a peer waits this long for a report of the root cause.
+ROOT_CAUSE_TIMEOUT_S = 1.0
 # Other ranks give local rank 0 this long to report an error that all ranks have.
 OTHER_RANKS_WAIT_S = 5.0
 # An agent takes this long to notice that a worker has exited. Then it kills the other workers.
@@ -46,22 +47,22 @@ AGENT_POLL_S = 1.0
 
 
 class Peers(Protocol):
-    """What the end of a process needs of its process group: the other ranks of this attempt."""
+    """The part of a process group that is needed to end a process."""
 
     failures: "Failures"
-    heartbeat: dict[str, Any]  # has the "activity" of this rank
+    heartbeat: dict[str, Any]  # its key "activity" describes what this rank does
 
     def leave(self) -> None:
         """Leave the group, because all ranks have failed in the same way."""
 
 
 class ProcessExit:
-    """Turn errors of this rank into outcomes. Find the root cause that another one reports."""
+    """Turn errors of this rank into outcomes, and find the root cause that another rank reports."""
 
     def __init__(self, job: int = 0) -> None:
         """
         Args:
-            job: Number of the job in a sweep.
+            job: Index of the job in a sweep.
         """
         self.env = DistEnv()
         self.job = job
@@ -73,7 +74,7 @@ class ProcessExit:
     def outcome_of(self, error: Exception, in_sweep: bool = False) -> Outcome:
         """Report an error of this rank to the others, and return how the job has ended.
 
-        After losing a peer, wait for its report and log that.
+        If this rank has lost a peer, wait for the report of the peer's error and log it.
 
         Args:
             in_sweep: True if another job may follow in this process. It does if all ranks have
@@ -109,8 +110,10 @@ class ProcessExit:
         rank = self.env.rank
         self._log_traceback(f"rank {rank} failed", error)
         if self._record_for_later(error, text):
-            advice = "a restart would not help: mend it, then run the same command to resume"
-            twice = UserError(f"rank {rank}: {text}; it came twice at the same step, so {advice}")
+            advice = "a restart would not help: fix it, then run the same command to resume"
+            twice = UserError(
+                f"rank {rank}: {text}; this error occurred twice at the same step, so {advice}"
+            )
             # Exit without waiting for local rank 0: if a peer exits first, the agent restarts all.
             return replace(self._of_user(twice), reporter=Reporter.THIS_RANK)
         if self.group is not None:
@@ -119,9 +122,9 @@ class ProcessExit:
 
     def log_peer_failure(self, failure: "RankFailure") -> None:
         """Log the failure of another rank. A user error is logged once per agent."""
-        if not failure.kind:
+        if not failure.error_class:
             log.error("error: rank %d: %s", failure.rank, failure.message)
-        elif failure.kind == StorageUnavailableError.__name__:
+        elif failure.error_class == StorageUnavailableError.__name__:
             self.env.call_on_rank_zero(lambda: log.error(failure.message))
         elif _is_first_report(self.env, self.job, failure.message):
             log.error(failure.message)
@@ -144,9 +147,9 @@ class ProcessExit:
 
         return describe_error(error, self.group.heartbeat["activity"] if self.group else "")
 
-    def _log_traceback(self, what: str, error: Exception) -> None:
-        """Log a traceback to the file, or to the console if there is no file yet."""
-        log.error(what, exc_info=error, extra={"file_only": logs.has_file()})
+    def _log_traceback(self, message: str, error: Exception) -> None:
+        """Log a message with a traceback to the file, or to the console if there is no file yet."""
+        log.error(message, exc_info=error, extra={"file_only": logs.has_file()})
 
     def _lost_peer(self, error: Exception) -> Outcome:
         """Log the root cause, which another rank may report."""
@@ -156,7 +159,7 @@ class ProcessExit:
         if cause is not None:
             self.log_peer_failure(cause)
         else:
-            what = "lost another rank, which has reported no error"
+            what = "lost another rank, which has not reported an error"
             log.error("error: rank %d %s: %s", rank, what, self._describe(error))
         logs.close()  # errors of other threads must not follow the root cause
         return Outcome(RunStatus.FAILED, exit_code=FAILURE, reporter=Reporter.NOBODY)
@@ -165,7 +168,9 @@ class ProcessExit:
         """Exit. If the signal comes from an agent after another rank failed, log the root cause.
 
         Args:
-            ask_for_cause: Look up the root cause in the store. This can take seconds if it is down.
+            number: Number of the signal.
+            ask_for_cause: Look up the root cause in the store. This can take seconds if the store
+                is down.
         """
         try:
             cause = self.peer_failure(ROOT_CAUSE_TIMEOUT_S) if ask_for_cause else None
@@ -194,18 +199,18 @@ class ProcessExit:
 
 
 def failed(error: UserError, exit_code: int = USER_ERROR) -> Outcome:
-    """Return the outcome of an error. The default exit code is for errors that a user can fix."""
+    """Return the outcome of a failed job. The default exit code says that a user can fix it."""
     return Outcome(RunStatus.FAILED, error=error, exit_code=exit_code)
 
 
 def exit_with(outcome: Outcome, prints: bool = True) -> NoReturn:
-    """Print the error of the last job, once for all ranks of an agent, and exit with its code.
+    """Print the error of the last job and exit. Only one rank of each agent prints it.
 
     Args:
         prints: False if another process shows the error. The log file gets it anyway.
     """
     env = DistEnv()
-    with contextlib.suppress(ConfigError):  # it is the error, or was reported before
+    with contextlib.suppress(ConfigError):  # this error is in the outcome, or was reported before
         env = read_env()
     if not outcome.has_failed:
         is_preempted = outcome.status is RunStatus.PREEMPTED
@@ -214,7 +219,8 @@ def exit_with(outcome: Outcome, prints: bool = True) -> NoReturn:
     if error is None or outcome.reporter is Reporter.NOBODY:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if env.has_agent:
-            time.sleep(AGENT_POLL_S)  # torchrun blames the first exit: let it be the failed rank
+            # Torchrun blames the rank that exits first, so let the rank that failed be the first.
+            time.sleep(AGENT_POLL_S)
         exit_process(None, outcome.exit_code)
     if not logging.getLogger(logs.ROOT).handlers:
         logs.to_console(env)
@@ -226,7 +232,7 @@ def exit_with(outcome: Outcome, prints: bool = True) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this process ends by itself
     if isinstance(error, JoinError):
         kill_stopped_siblings(env)
-    if isinstance(error, MAY_PASS):
+    if isinstance(error, TRANSIENT_ERRORS):
         is_on_all_ranks = isinstance(error, StorageUnavailableError)
         shown = env.call_on_rank_zero(lambda: error) if is_on_all_ranks else error
         exit_process(shown, EX_TEMPFAIL if env.has_agent else USER_ERROR, prints)
@@ -237,12 +243,16 @@ def exit_with(outcome: Outcome, prints: bool = True) -> NoReturn:
 def tell_caller(outcome: Outcome) -> None:
     """Write the outcome of this process to the file that its caller has named, if it has named one.
 
-    If several ranks fail, the outcome of the first one to write counts.
+    If several ranks fail, the first one writes the file, and the others leave it as it is.
     """
     caller = take_caller()
-    if caller is None or caller.outcome is None or (outcome.has_failed and outcome.error is None):
+    if (
+        caller is None
+        or caller.outcome_file is None
+        or (outcome.has_failed and outcome.error is None)
+    ):
         return
-    with contextlib.suppress(OSError), open(caller.outcome, "x") as file:
+    with contextlib.suppress(OSError), open(caller.outcome_file, "x") as file:
         file.write(outcome.to_json())
 
 
@@ -282,11 +292,11 @@ def cli_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def process_exit() -> Iterator[None]:
-    """Exit after the body of a script that trains, with the exit code that main.py would have.
+    """Run the body of a script that trains, then exit with the exit code that main.py would have.
 
-    An error is one line. A rank that torchrun has started exits when torchrun dies. The exit is
-    os._exit, because normal interpreter shutdown sometimes aborts in a background thread of torch,
-    which torchrun counts as a failure.
+    An error is printed as one line. If torchrun has started this rank, it exits when torchrun dies.
+    The process ends with os._exit, because normal interpreter shutdown sometimes aborts in a
+    background thread of torch, which torchrun counts as a failure.
     """
     if has_parent_launcher():
         die_with_parent()

@@ -1,6 +1,7 @@
-"""The directory in which multiprocessing makes its sockets.
+"""The directory in which multiprocessing creates its sockets.
 
-It is locked while its process lives. After SIGKILL it stays, until the next start deletes it.
+A process locks its directory as long as it lives. After SIGKILL the directory is left behind, and
+the next start of a process deletes it.
 """
 
 import contextlib
@@ -14,17 +15,18 @@ from typing import Any
 
 from mingpt_ddp.process.linux import read_boot_id
 
-LONGEST_TMPDIR = 60  # bytes; the path of a socket is 43 bytes longer and may have 103
+# Longest path of TMPDIR in bytes. The path of a socket is 43 bytes longer, and may have 103 bytes.
+LONGEST_TMPDIR = 60
 
 
 def make_socket_directory() -> None:
-    """Make the directory for the sockets of this process and those that it starts.
+    """Create the directory for the sockets of this process and of all processes that it starts.
 
-    It is in TMPDIR, or in /tmp if that is too long. Directories that killed processes have left
-    there are deleted.
+    It is in TMPDIR, or in /tmp if the path of TMPDIR is too long. Directories that killed processes
+    have left there are deleted.
     """
     config = _config()
-    if config.get("tempdir"):  # this process or its launcher has made one
+    if config.get("tempdir"):  # this process or its launcher has created one
         return
     parent = tempfile.gettempdir()
     if len(os.fsencode(parent)) > LONGEST_TMPDIR:
@@ -41,7 +43,7 @@ def make_socket_directory() -> None:
 
 
 def delete_socket_directory() -> None:
-    """Delete the directory, if this process or multiprocessing has made it."""
+    """Delete the directory, if there is one."""
     if directory := _config().get("tempdir"):
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -60,14 +62,14 @@ def _lock(directory: str) -> bool:
     except BlockingIOError:
         os.close(descriptor)
         return False
-    except OSError:  # without locks in this file system, no other start can lock it and delete it
-        pass
+    except OSError:
+        pass  # the file system has no locks, so no other process can lock and delete the directory
     return os.path.exists(directory)
 
 
 def _delete_if_abandoned(path: Path) -> None:
-    """Delete the directory of a process of this user that has ended."""
-    # An OSError says that it is another user's, a link, or locked by a living process.
+    """Delete the directory of a process that has ended, if it belongs to this user."""
+    # An OSError means that it belongs to another user, is a link, or is locked by a living process.
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:

@@ -16,7 +16,8 @@ CLOSED_PIPE = 128 + signal.SIGPIPE
 def escape_what_streams_cannot_encode() -> None:
     """Escape characters that a stream cannot encode, instead of raising UnicodeEncodeError."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # not None, and not the stream of a notebook
+        # A stream may also be None, or a stream of a notebook.
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
@@ -54,7 +55,7 @@ def drop_unwritten_log() -> None:
 
 
 def _print(text: str, stream: IO[str] | None, end: str = "\n") -> None:
-    if stream is None:  # closed
+    if stream is None:  # the process was started with this stream closed
         return
     try:
         print(text, file=stream, end=end, flush=True)

@@ -12,8 +12,8 @@ from mingpt_ddp.storage.yaml_and_json import read_yaml
 PLAIN = r"[\w./:+-]*[/.][\w./:+-]*[a-zA-Z]"  # a path or URL that Hydra reads without quotes
 
 
-def words_to_type(directory: Path, recorded: dict[str, Any]) -> list[str]:
-    """Return words for the recorded values that the again command takes only from its user.
+def confirming_words(directory: Path, recorded: dict[str, Any]) -> list[str]:
+    """Return the overrides by which a user of the again command confirms untrusted values.
 
     Args:
         recorded: The configuration of the run by dotted key.

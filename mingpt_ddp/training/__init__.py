@@ -1,1 +1,4 @@
-"""One run: assembly, the loop, one step of it, evaluation, and when to save. Read run.py first."""
+"""One run: how it starts, its training loop, its evaluations and its snapshots.
+
+Read run.py first.
+"""

@@ -1,4 +1,4 @@
-"""What follows an evaluation: its records, and whether it ends the run."""
+"""Evaluate a run while it trains: record the metrics, and decide whether the run ends."""
 
 import logging
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Decision:
-    """What an evaluation decides."""
+    """The consequences of an evaluation for the run."""
 
-    improved: bool = False  # save this step as the best so far
-    end: RunStatus | None = None  # what ends the run before its last step
+    improved: bool = False  # True if this step should be saved as the best so far
+    end: RunStatus | None = None  # status with which the run ends now; None if it goes on
 
 
 class Validation:
-    """Evaluate the averaged weights, if there are some, else those of the model."""
+    """The evaluations of a run. They use the averaged weights if trainer.ema is set."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Validation:
         self.observers = observers
 
     def evaluate(self) -> Decision:
-        """Evaluate this step, unless that is done; record and log the metrics."""
+        """Evaluate this step unless that has been done. Record and log the metrics."""
         state = self.state
         if state.val_step == state.step:
             return Decision()
@@ -52,10 +52,10 @@ class Validation:
         return Decision(improved=improved and self.run.config.snapshot.keep_best)
 
     def prune(self, is_last: bool) -> RunStatus | None:
-        """Report an evaluation of a job of a sweep, whose pruner may end it.
+        """Report the evaluation of this step to the pruner of a search. It may end the run.
 
         Args:
-            is_last: this is the last step, after which there is nothing to prune.
+            is_last: True after the last step, when there is nothing left to prune.
         """
         state = self.state
         pruner = self.observers.pruner
@@ -69,7 +69,7 @@ class Validation:
         return RunStatus.PRUNED
 
     def stop_early(self, is_last: bool) -> RunStatus | None:
-        """End the run after an evaluation if trainer.patience is at its end."""
+        """End the run if trainer.patience evaluations in a row have not improved the loss."""
         state = self.state
         patience = self.run.config.trainer.patience
         if is_last or not has_stopped_early(state, patience):
@@ -84,7 +84,10 @@ class Validation:
         return RunStatus.COMPLETE
 
     def test(self) -> dict[str, float] | None:
-        """Evaluate the test split, if there is one; return None if a signal interrupted that."""
+        """Evaluate the test split and log its metrics. Return {} if there is no test split.
+
+        Return None if a signal interrupted the evaluation.
+        """
         metrics = self._metrics_of("test")
         if metrics:
             self.metrics.log_evaluation(self.state.step, "test", metrics)
@@ -98,7 +101,7 @@ class Validation:
         self.metrics.log_sample(self.state.step, text)
 
     def _metrics_of(self, split: str) -> dict[str, float] | None:
-        """Return the metrics of a split; None if a signal interrupted the evaluation."""
+        """Return the metrics of a split. Return None if a signal interrupted the evaluation."""
         signals = self.observers.signals
         self.run.runtime.group.set_activity(f"evaluating after step {self.state.step}")
         model = self.run.trainable.model
@@ -110,6 +113,7 @@ class Validation:
                 task = self.evaluator.task
                 actions = self.run.trainable.actions
                 if actions.have_state:
-                    self.saves.wait_for_staging()  # it would copy what the hooks change
+                    # The hooks may change their state while the save in progress copies it.
+                    self.saves.wait_for_staging()
                 metrics |= actions.evaluate(self.state.step, model, task, taken=metrics)
         return metrics

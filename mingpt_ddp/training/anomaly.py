@@ -1,4 +1,7 @@
-"""The anomaly policy: find a non-finite loss or gradient norm, or a spike, before the update."""
+"""The anomaly policy: find a loss spike, or a loss or gradient norm that is not finite.
+
+The policy looks at each step before its update, so that the step can be skipped.
+"""
 
 import math
 
@@ -8,8 +11,9 @@ from mingpt_ddp.config.job import run_name
 from mingpt_ddp.errors import TrainingError
 from mingpt_ddp.training.trainable import Run
 
-EMA_DECAY = 0.98  # of the loss, per step
-MAX_CONSECUTIVE_SKIPS = 10  # beyond that, a bad batch is not the cause
+LOSS_EMA_DECAY = 0.98  # decay per step of the average loss that a spike is compared with
+# If more steps in a row are skipped, the cause is not a bad batch, and the run stops.
+MAX_CONSECUTIVE_SKIPS = 10
 
 
 class AnomalyPolicy:
@@ -21,27 +25,30 @@ class AnomalyPolicy:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.trainer = run.config.trainer
-        # Reading the loss synchronizes with the GPU: a policy that only stops reads it when it is
-        # logged.
+        # Reading the loss waits for the GPU. If an anomaly only stops the run, it is enough to
+        # check the losses that are logged.
         acts_at_once = self.trainer.on_nonfinite != "stop" or bool(self.trainer.spike_factor)
         self.checks_every_step = acts_at_once or run.runtime.device.type == "cpu"
 
     def find_in_step(self, loss: float, grad_norm: Tensor) -> str | None:
-        """Return what is wrong with a step, before its update; None also if it is checked later."""
+        """Describe the anomaly of a step before its update, or return None if there is none.
+
+        Also return None if the policy checks this step later, with `check`.
+        """
         if not self.checks_every_step:
             return None
-        with self.run.runtime.group.waiting():  # reading waits for a GPU
+        with self.run.runtime.group.waiting():  # reading the norm waits for the GPU
             norm = float(grad_norm)
         return self.find_anomaly(loss, norm)
 
     def find_anomaly(self, loss: float, grad_norm: float) -> str | None:
-        """Return what is wrong with a step; None if nothing is.
+        """Describe the anomaly of a step, or return None if there is none.
 
         Args:
-            loss: the mean loss of the step over all ranks.
-            grad_norm: of the gradients, before clipping.
+            loss: Mean loss of the step over all ranks.
+            grad_norm: Norm of the gradients before clipping.
         """
-        # GradScaler skips an overflowing step itself, which is no anomaly.
+        # GradScaler skips steps that overflow. This is normal in fp16, and not an anomaly.
         scaled = self.run.runtime.scaler.is_enabled()
         if not math.isfinite(loss) or not (scaled or math.isfinite(grad_norm)):
             return f"loss {loss} and gradient norm {grad_norm}"
@@ -54,28 +61,29 @@ class AnomalyPolicy:
     def on_step_accepted(self, step: int, loss: float) -> None:
         """Record a step that updates the weights."""
         state = self.run.state
-        # earlier steps are repeated after a rollback
+        # After a rollback the steps before the skipped one are repeated. They do not count.
         if step > max(state.skipped_steps, default=0):
             state.consecutive_skips = 0
         if self.trainer.spike_factor is not None:
             average = loss if state.loss_ema is None else state.loss_ema
-            state.loss_ema = EMA_DECAY * average + (1 - EMA_DECAY) * loss
+            state.loss_ema = LOSS_EMA_DECAY * average + (1 - LOSS_EMA_DECAY) * loss
 
     def check(self, step: int, loss: float, grad_norm: float) -> None:
-        """Stop all ranks at a non-finite step, if `find_anomaly` does not check every step.
+        """Stop all ranks at an anomaly, if the policy does not check every step already.
 
         Raises:
-            TrainingError: the loss or the gradient norm is not finite.
+            TrainingError: The loss or the gradient norm is not finite.
         """
         if not self.checks_every_step and self.find_anomaly(loss, grad_norm):
             raise self.make_error(
-                f"step {step} or one shortly before it has loss {loss} and gradient norm "
+                f"step {step}, or a step shortly before it, has loss {loss} and gradient norm "
                 f"{grad_norm}"
             )
 
     def make_error(self, anomaly: str) -> TrainingError:
+        """Make the error that stops the run, with advice on how to continue."""
         config = self.run.config
-        # an unnamed run's name depends on lr
+        # The name of an unnamed run contains the learning rate, so a change would begin a new run.
         name = "" if config.run.name else f" and run.name={run_name(config)}"
         advice = f"run again with a lower optimizer.lr or trainer.grad_norm_clip{name}"
         return TrainingError(f"{anomaly}; {advice} to continue from the last snapshot")

@@ -10,7 +10,7 @@ from mingpt_ddp.storage.urls import check_urls
 
 
 def checked_job(job: Job) -> Job:
-    """Return the job with the number of its workers.
+    """Check a job, and return it with the number of its workers filled in.
 
     Raises:
         ConfigError: A URL cannot be opened here, the tracker is not installed, or there is no GPU.

@@ -1,9 +1,10 @@
-"""The number of optimizer steps of a run, which trainer.max_minutes fixes while it trains.
+"""The number of optimizer steps of a run.
 
-Until then each step is timed, from the exchange of flags in one step to that in the next, without
-what the meters leave out: evaluations, samples, stalls for snapshots. After a tenth of the minutes,
-the median pace makes steps of those that are left. From then on the run has that many steps,
-however long they take. The learning rate begins to decay when the number is known.
+With trainer.max_minutes the number is not known at the start. Each step is then timed, from the
+exchange of flags in one step to the exchange in the next step. Evaluations, samples and stalls for
+snapshots do not count. After a tenth of the minutes, the median time of a step converts the
+remaining minutes into a number of steps. From then on the run has that many steps, however long
+they take. The learning rate begins to decay when the number is known.
 """
 
 import logging
@@ -22,19 +23,24 @@ from mingpt_ddp.training.train_state import TrainState
 log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=OptimizerConfig)
-# The pace is measured over this fraction of trainer.max_minutes, and over the whole warm-up.
+# Before trainer.max_minutes becomes a number of steps, the run is timed for at least this fraction
+# of the minutes, for the whole warm-up, and for this many steps.
 MEASURED_FRACTION = 0.1
-# The steps are timed in blocks of this fraction of trainer.max_minutes, or of one longer step.
+MIN_TIMED_STEPS = 10
+# The steps are timed in blocks that take this fraction of trainer.max_minutes, or one step if that
+# is longer.
 BLOCK_FRACTION = 0.005
-LEAST_TIMED_STEPS = 10  # before trainer.max_minutes becomes a number of steps
-FIRST_STEPS = 2  # steps of each start that are not timed: caches fill, memory is allocated
-UNKNOWN = 1 << 53  # steps: more than any run has; a float64 holds it
+# The first steps of each start are slower, since caches fill and memory is allocated.
+UNTIMED_STEPS = 2
+# Stands for a number of steps that is not known yet. No run has as many steps, and a float64 holds
+# the number exactly.
+UNKNOWN_STEPS = 1 << 53
 
 
 class RunLength:
-    """The number of optimizer steps of a run, by its limits and its train state.
+    """Computes the number of optimizer steps of a run from its limits and its train state.
 
-    All that needs the number asks here, when it needs it.
+    The number may change during the run, so all other code reads it here when it needs it.
     """
 
     def __init__(
@@ -42,32 +48,37 @@ class RunLength:
     ) -> None:
         """
         Args:
-            state: of the run; None: a new one.
+            config: The whole configuration, with the limits of the run.
+            steps_per_epoch: Number of optimizer steps in an epoch.
+            state: Train state of the run. None for a new run.
         """
         self.trainer = config.trainer
         self.optimizer = config.optimizer
         self.steps_per_epoch = steps_per_epoch
         self.state = state or TrainState()
-        # the last step, if trainer.max_minutes was over before it became a number; never recorded,
-        # so that more minutes are reckoned from the time of the steps
-        self.over_at: int | None = None
-        # The step at which the loop of a script ended the run in an earlier start, perhaps before
-        # the limits. None for the loop of main.py.
+        # The last step, if trainer.max_minutes was over before it became a number of steps. It is
+        # not saved: if the user allows more minutes, the time of the steps gives a new number.
+        self.out_of_time_at: int | None = None
+        # The step at which a loop of the user's own has ended the run in an earlier start, perhaps
+        # before its limits. None for the loop of main.py.
         self.stopped_at: int | None = None
-        if self.reckon(self.state.step) == self.state.step:
-            self.over_at = self.state.step
+        if self.steps_from_pace(self.state.step) == self.state.step:
+            self.out_of_time_at = self.state.step
 
     @property
     def limits(self) -> dict[str, int]:
-        """The steps at which each of the limits that are set ends the run, by key."""
+        """The step at which each limit ends the run, by its key in `trainer`.
+
+        Limits that are not set are left out.
+        """
         trainer = self.trainer
         steps_by_limit = {}
         if trainer.max_steps is not None:
             steps_by_limit["max_steps"] = trainer.max_steps
         if trainer.max_epochs is not None:
             steps_by_limit["max_epochs"] = trainer.max_epochs * self.steps_per_epoch
-        if self.over_at is not None:
-            steps_by_limit["max_minutes"] = self.over_at
+        if self.out_of_time_at is not None:
+            steps_by_limit["max_minutes"] = self.out_of_time_at
         elif trainer.max_minutes is not None and self.state.step_seconds is not None:
             steps_by_limit["max_minutes"] = round(
                 60 * trainer.max_minutes / max(self.state.step_seconds, 1e-9)
@@ -79,29 +90,29 @@ class RunLength:
         """The number of steps of the run. Until trainer.max_minutes fixes it, an upper bound."""
         if self.stopped_at is not None:
             return self.stopped_at
-        return min(self.limits.values(), default=UNKNOWN)
+        return min(self.limits.values(), default=UNKNOWN_STEPS)
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the number is known."""
-        given = self.state.step_seconds is not None or self.over_at is not None
-        return self.trainer.max_minutes is None or given
+        """True if the number of steps is known and does not change any more."""
+        minutes_are_steps = self.state.step_seconds is not None or self.out_of_time_at is not None
+        return self.trainer.max_minutes is None or minutes_are_steps
 
     @property
     def known_steps(self) -> int | None:
-        """The number of steps; None until it is fixed."""
+        """The number of steps of the run, or None until trainer.max_minutes fixes it."""
         return self.steps if self.is_fixed else None
 
     @property
     def block_s(self) -> float:
-        """The least seconds of a block of steps that is timed."""
+        """The minimal duration in seconds of a block of timed steps."""
         return BLOCK_FRACTION * 60 * (self.trainer.max_minutes or 0.0)
 
     def with_decay_from(self, optimizer: T) -> T:
-        """Return the configuration with the step from which the learning rate decays.
+        """Return the optimizer's configuration with the step at which the rate begins to decay.
 
-        With trainer.max_minutes this is the step that has fixed the number of steps, because the
-        rate of no earlier step may depend on that number.
+        Only trainer.max_minutes changes the configuration. The decay then begins at the step that
+        has fixed the number of steps, since earlier learning rates cannot depend on the number.
         """
         given = (optimizer.decay_from, optimizer.schedule_steps)
         if self.trainer.max_minutes is None or given != (None, None):
@@ -109,29 +120,33 @@ class RunLength:
         if optimizer.schedule not in DECAYING:
             return optimizer
         if self.state.step_seconds is None:
-            return replace(optimizer, decay_from=UNKNOWN)
+            return replace(optimizer, decay_from=UNKNOWN_STEPS)
         return replace(optimizer, decay_from=self.state.paced_at)
 
     @property
     def minutes(self) -> float:
-        """The minutes that all steps so far have taken. The untimed ones count as the mean."""
+        """The minutes that all steps so far have taken. An untimed step counts as a mean step."""
         return self._mean_s * self.state.step / 60
 
     @property
     def _mean_s(self) -> float:
-        """The mean seconds of a step so far."""
+        """The mean duration of the steps so far, in seconds."""
         state = self.state
-        steps = min(state.timed_steps, UNKNOWN)  # it may be a stranger's
+        steps = min(state.timed_steps, UNKNOWN_STEPS)  # a snapshot may have any number
         seconds = state.timed_seconds
-        if steps <= 0:  # of a version that timed no steps
+        if steps <= 0:  # the snapshot is from a version that did not time steps
             steps = state.step
             seconds = state.wall_seconds
         return max(seconds, 1e-9) / max(1, steps)
 
-    def reckon(self, step: int) -> int | None:
-        """Return the number of steps if the time so far fixes it in this step, else None.
+    def steps_from_pace(self, step: int) -> int | None:
+        """Compute the number of steps from the time that the steps so far have taken.
 
-        If the minutes are over, this step is the last one.
+        Return None if the number is fixed already, or if it is too early to fix it. If the minutes
+        are over, this step is the last one.
+
+        Args:
+            step: Number of the current step.
         """
         state = self.state
         if self.is_fixed or not (state.timed_steps or state.wall_seconds):
@@ -146,13 +161,13 @@ class RunLength:
             return None
         if taken_s < MEASURED_FRACTION * limit_s:
             return None
-        if 0 < state.timed_steps < LEAST_TIMED_STEPS:
+        if 0 < state.timed_steps < MIN_TIMED_STEPS:
             return None
-        return min(step + int((limit_s - taken_s) / self._median_s), UNKNOWN)
+        return min(step + int((limit_s - taken_s) / self._median_s), UNKNOWN_STEPS)
 
     @property
     def _median_s(self) -> float:
-        """The median seconds of a step: a pause of the machine counts little."""
+        """The median duration of a step in seconds, which a pause of the machine hardly changes."""
         paces = self.state.block_paces
         return max(statistics.median(paces), 1e-9) if paces else self._mean_s
 
@@ -160,14 +175,15 @@ class RunLength:
         """Fix the number of steps.
 
         Args:
-            steps: The number that `reckon` has returned in this step.
+            steps: The number that `steps_from_pace` has returned in this step.
+            step: Number of the current step.
         """
         minutes = self.trainer.max_minutes
         assert minutes is not None
         if steps == step:
-            self.over_at = step
+            self.out_of_time_at = step
             lines = [f"trainer.max_minutes={minutes:g} is over: step {step} is the last"]
-            if warmup := long_warmup(self.optimizer, step):
+            if warmup := long_warmup_warning(self.optimizer, step):
                 lines.append(warmup)
             log.warning("; ".join(lines))
             return
@@ -175,11 +191,11 @@ class RunLength:
         self.state.paced_at = step
         pace = 1e3 * self._median_s
         log.info("trainer.max_minutes=%g is %d steps: a step takes %.4g ms", minutes, steps, pace)
-        if end := early_end(self.trainer, self.limits):
+        if end := early_end_notice(self.trainer, self.limits):
             log.info(end)
 
     def describe_time(self) -> str:
-        """Return the minutes that the steps have taken, beside trainer.max_minutes."""
+        """Describe how many minutes the steps have taken, for the log."""
         limit = f"trainer.max_minutes={self.trainer.max_minutes:g}"
         return f"trained {self.minutes:.3g} minutes of {limit}, in {self.state.step} steps"
 
@@ -187,21 +203,27 @@ class RunLength:
 def known_length(
     config: Config, steps_per_epoch: int, step_seconds: float | None = None
 ) -> RunLength:
-    """Return the length of a run whose steps are not timed.
+    """Return the length of a run whose number of steps is known before it trains.
 
     Args:
-        step_seconds: of a step, for trainer.max_minutes; None: unknown.
+        config: The whole configuration, with the limits of the run.
+        steps_per_epoch: Number of optimizer steps in an epoch.
+        step_seconds: Duration of a step, which trainer.max_minutes is divided by. None if it is
+            not known.
 
     Raises:
-        ConfigError: it depends on their time.
+        ConfigError: The number of steps depends on how long they take.
     """
     length = RunLength(config, steps_per_epoch, TrainState(step_seconds=step_seconds))
-    check(length.is_fixed, "trainer.max_minutes needs timed steps; set trainer.max_steps instead")
+    check(
+        length.is_fixed,
+        "trainer.max_minutes works only if the steps are timed; set trainer.max_steps instead",
+    )
     return length
 
 
 class StepTimer:
-    """Time the steps of an attempt into the train state."""
+    """Times the steps of an attempt, and adds their durations to the train state."""
 
     def __init__(self, length: RunLength, meter: Meter) -> None:
         self.length = length
@@ -209,20 +231,23 @@ class StepTimer:
         self.restart()
 
     def restart(self) -> None:
-        """Begin again, as after a rollback."""
+        """Begin again with untimed steps, at the start and after a rollback."""
         self._calls = 0
         self._since = 0.0
         self._block_since = 0.0
         self._block_steps = 0
 
     def take(self, step: int) -> int:
-        """Take the time in this step; return the number of steps that it fixes, 0 if none."""
+        """Take the time in this step. Return the number of steps of the run if it can be fixed now.
+
+        Return 0 if it cannot.
+        """
         state = self.length.state
         is_fixed = self.length.is_fixed
         self._calls += 1
-        # A GPU must have done its queued work where a block of steps begins and ends.
-        now = self.meter.clock(waits=self._calls == FIRST_STEPS and not is_fixed)
-        if self._calls <= FIRST_STEPS:
+        # A GPU must have finished its queued work when a block of steps begins and when it ends.
+        now = self.meter.clock(waits=self._calls == UNTIMED_STEPS and not is_fixed)
+        if self._calls <= UNTIMED_STEPS:
             self._since = self._block_since = now
             return 0
         self._block_steps += 1
@@ -235,14 +260,14 @@ class StepTimer:
         state.timed_seconds += now - self._since
         state.timed_steps += 1
         self._since = now
-        return (self.length.reckon(step) or 0) if ends_block else 0
+        return (self.length.steps_from_pace(step) or 0) if ends_block else 0
 
 
 def check_minutes(config: Config) -> None:
-    """Refuse trainer.max_minutes where a rate needs the number of steps before it is fixed.
+    """Refuse trainer.max_minutes with a schedule that needs the number of steps from the start.
 
     Raises:
-        ConfigError: names the key.
+        ConfigError: A schedule needs the number. The message names its key.
     """
     trainer = config.trainer
     optimizer = config.optimizer
@@ -250,16 +275,16 @@ def check_minutes(config: Config) -> None:
         return
     given = f"trainer.max_minutes={trainer.max_minutes:g}"
     advice = "set optimizer.schedule_steps, or trainer.max_steps instead"
-    may_waits = {
+    can_wait_by_key = {
         "weight_decay_schedule": optimizer.weight_decay_schedule in ("constant", "lr"),
         "schedule": optimizer.schedule not in BUILDERS["schedule"],
     }
-    for key, may_wait in may_waits.items():
-        needed = f"optimizer.{key}={getattr(optimizer, key)} needs the number of steps at once"
-        check(may_wait, f"{needed}, which {given} fixes later; {advice}")
+    for key, can_wait in can_wait_by_key.items():
+        needed = f"optimizer.{key}={getattr(optimizer, key)} needs the number of steps at the start"
+        check(can_wait, f"{needed}, but {given} fixes it during training; {advice}")
 
 
-def long_warmup(optimizer: OptimizerConfig, steps: int) -> str | None:
+def long_warmup_warning(optimizer: OptimizerConfig, steps: int) -> str | None:
     """Return a warning if the learning rate never reaches its peak."""
     warmup = optimizer.warmup_steps
     length = optimizer.schedule_steps or steps
@@ -271,11 +296,12 @@ def long_warmup(optimizer: OptimizerConfig, steps: int) -> str | None:
     )
 
 
-def early_end(trainer: TrainerConfig, limits: dict[str, int]) -> str | None:
-    """Return a notice if one limit ends the run before another that is not the default.
+def early_end_notice(trainer: TrainerConfig, limits: dict[str, int]) -> str | None:
+    """Return a notice if a limit ends the run before another limit that the user has set.
 
     Args:
-        limits: in steps, by key.
+        trainer: Configuration of the trainer.
+        limits: The step at which each limit ends the run, by its key in `trainer`.
     """
     first = min(limits, key=lambda key: limits[key])
     for other in reversed(LIMITS):

@@ -1,7 +1,7 @@
 """Look at a step of a repeated run: the loss of each sequence, and the gradient norm of each layer.
 
-A step is looked at just before it is trained: its forward and backward passes run once more than
-needed (a rehearsal), and their gradients are measured and dropped. The training then goes on with
+The look comes just before the step is trained. Its forward and backward passes run once more than
+needed (a rehearsal), and their gradients are measured and dropped. The training then continues with
 the same bits as without the look.
 """
 
@@ -68,12 +68,15 @@ class Look:
         task = train_step.task
         loader = train_step.loader
         if not isinstance(task, LanguageModel) or not isinstance(loader, TokenLoader):
-            raise ConfigError(f"task.name={task.config.task.name} has no sequences of a text")
+            raise ConfigError(
+                f"task.name={task.config.task.name} does not train on sequences of a text"
+            )
         size = train_step.plan.batch_size
         check((request.without or 1) <= size, f"without={request.without} must be at most {size}")
         check(
             request.without is None or size > 1,
-            f"without={request.without} leaves nothing of a batch of one sequence; leave it out",
+            f"without={request.without} would leave no sequence in a batch of one; leave the key "
+            "out",
         )
         self.train_step = train_step
         self.request = request

@@ -10,23 +10,26 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies import check_strategy
 from mingpt_ddp.errors import ConfigError
 
-SMALLER = "choose a smaller model"
-# Of an attempt: the first creates the optimizer's state, with which the second trains.
+SMALLER_MODEL_ADVICE = "choose a smaller model"
+# In the first steps of an attempt memory may run out. The first step creates the optimizer's state,
+# and the second step is the first one that trains with it.
 FIRST_STEPS = 2
 
 
 @contextmanager
 def refuse_out_of_memory(
-    config: Config, runtime: Runtime, what: str, advice: str = "lower trainer.micro_batch_size"
+    config: Config, runtime: Runtime, subject: str, advice: str = "lower trainer.micro_batch_size"
 ) -> Iterator[None]:
-    """Raise a ConfigError instead of an error that says that memory has run out.
+    """In this context, turn an out-of-memory error into a ConfigError with advice.
 
     Args:
-        what: Names what needs the memory.
-        advice: Says what to do first.
+        config: The whole configuration.
+        runtime: The runtime of this rank.
+        subject: Subject of the message: the model or the batch that does not fit into memory.
+        advice: The first change that the message suggests.
 
     Raises:
-        ConfigError: names the keys to change.
+        ConfigError: Memory has run out. The message names the keys to change.
     """
     try:
         yield
@@ -40,13 +43,13 @@ def refuse_out_of_memory(
             changes.append("set ddp.strategy=fsdp")
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"{what} does not fit into the memory of rank {runtime.group.rank}; "
+            f"{subject} does not fit into the memory of rank {runtime.group.rank}; "
             f"{', or '.join(changes)} ({reason})"
         ) from error
 
 
 def _could_shard(config: Config, runtime: Runtime) -> bool:
-    """Return whether ddp.strategy=fsdp would divide the model over the ranks."""
+    """Return True if ddp.strategy=fsdp is possible and would shard the model over the ranks."""
     group = runtime.group
     if group.world_size == 1 or runtime.strategy.weights != "whole":
         return False

@@ -63,7 +63,7 @@ LOCAL = [*MAIN, "ddp.nproc_per_node=2"]
 MODULE = [sys.executable, "-m"]
 BOOM = "raise ValueError('boom')"
 BOOM_LINE = rf"ValueError: boom \(.*/faulty\.py:{MODEL.splitlines().index('    exec(code, globals(), names)') + 1}\)"
-TWICE = rf"error: rank [01]: {BOOM_LINE}, in the forward pass of step 9; it came twice at the same step, .*"
+TWICE = rf"error: rank [01]: {BOOM_LINE}, in the forward pass of step 9; this error occurred twice at the same step, .*"
 PREEMPTED = "preempted at step 9; rerun the same command to resume"
 
 
@@ -119,7 +119,11 @@ CASES = [
         r"config error: --max-steps is not an option; did you mean trainer\.max_steps\?",
     ),
     Case(
-        "missing text", MAIN, "data.path=nowhere.txt", 2, r"data error: data\.path=nowhere\.txt: there is no such file"
+        "missing text",
+        MAIN,
+        "data.path=nowhere.txt",
+        2,
+        r"data error: data\.path=nowhere\.txt: there is no such file",
     ),
     Case(
         "text that is not UTF-8",
@@ -191,13 +195,15 @@ CASES = [
         rf"error: rank [01]: {BOOM_LINE}, in the forward pass of step 9",
         f"9 all 9 {BOOM}",
     ),
-    Case("error in the first attempt", LOCAL, "", 0, r"done: .* after 12 steps .*", f"9 1 1 {BOOM}"),
+    Case(
+        "error in the first attempt", LOCAL, "", 0, r"done: .* after 12 steps .*", f"9 1 1 {BOOM}"
+    ),
     Case(
         "out of memory",
         LOCAL,
         "",
         2,
-        r"error: rank 1: RuntimeError: .*can't allocate memory.*; it came twice at the same step, .*",
+        r"error: rank 1: RuntimeError: .*can't allocate memory.*; this error occurred twice at the same step, .*",
         "9 1 9 torch.empty(1 << 50)",
     ),
     Case(
@@ -230,9 +236,23 @@ CASES = [
         "9 0 1 send(signal.SIGINT); send(signal.SIGINT)",
     ),
     Case("SIGTERM to local workers", LOCAL, "", 0, PREEMPTED, "9 all 1 send(signal.SIGTERM)"),
-    Case("SIGTERM with an exit code", MAIN, "ddp.preempted_exit_code=85", 85, PREEMPTED, "9 0 1 send(signal.SIGTERM)"),
+    Case(
+        "SIGTERM with an exit code",
+        MAIN,
+        "ddp.preempted_exit_code=85",
+        85,
+        PREEMPTED,
+        "9 0 1 send(signal.SIGTERM)",
+    ),
     # Workers that die
-    Case("a killed worker is replaced", LOCAL, "", 0, r"done: .* after 12 steps .*", "9 1 1 send(signal.SIGKILL)"),
+    Case(
+        "a killed worker is replaced",
+        LOCAL,
+        "",
+        0,
+        r"done: .* after 12 steps .*",
+        "9 1 1 send(signal.SIGKILL)",
+    ),
     Case(
         "a killed worker without restarts",
         LOCAL,
@@ -259,7 +279,12 @@ CASES = [
         f"9 0 1 {BOOM}",
     ),
     Case(
-        "a sweep of local workers", [*LOCAL, "-m"], "run.seed=1,2", 2, r"job error: 2 of 2 failed: .*", f"9 0 9 {BOOM}"
+        "a sweep of local workers",
+        [*LOCAL, "-m"],
+        "run.seed=1,2",
+        2,
+        r"job error: 2 of 2 failed: .*",
+        f"9 0 9 {BOOM}",
     ),
     Case(
         "a sweep under torchrun",
@@ -281,7 +306,7 @@ CASES = [
         MAIN,
         "run.seed=1,2",
         2,
-        r"config error: run\.seed=1,2 has several values; a sweep trains a job with each \(-m.*",
+        r"config error: run\.seed=1,2 has several values; a sweep trains a job with each value \(-m.*",
     ),
     # Other commands
     Case(
@@ -327,7 +352,11 @@ def project(tmp_path_factory: pytest.TempPathFactory, text: Path) -> dict[str, s
     (root / "short.txt").write_text("too short")
     done = call([*MAIN, *train_words(text, write_model(root / "model_code"))], root)
     assert done.returncode == 0, done.stdout
-    return {"latin": f"{root}/latin.txt", "short": f"{root}/short.txt", "run": f"{root}/outputs/run"}
+    return {
+        "latin": f"{root}/latin.txt",
+        "short": f"{root}/short.txt",
+        "run": f"{root}/outputs/run",
+    }
 
 
 def write_model(directory: Path) -> Path:
@@ -366,6 +395,8 @@ def test_a_command_fails(case: Case, project: dict[str, str], text: Path, tmp_pa
         words = [*common, *words]
     done = call([*case.command, *words], cwd, FAULT=case.fault or "0 0 0 pass")
     ours = done.stdout.partition("Traceback")[0]  # torchrun's own follows
-    lines = [line for line in ours.splitlines() if line.strip() and not re.match(r"[WEI]\d{4} ", line)]
+    lines = [
+        line for line in ours.splitlines() if line.strip() and not re.match(r"[WEI]\d{4} ", line)
+    ]
     assert done.returncode == case.code, done.stdout
     assert re.fullmatch(rf"(\[rank 1\] )?{case.last}", lines[-1]), done.stdout

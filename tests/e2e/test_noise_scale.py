@@ -212,7 +212,7 @@ class Measured:
         (
             MEASURES.replace('return {"one": 1.0}', "self.calls += 1; return {}"),
             [],
-            "micro_batch changes the state, which must be the same on all ranks; return a value",
+            "micro_batch changes the hook's state, which must be the same on all ranks; return",
         ),
         (
             MEASURES.replace('{"one": 1.0}', "[1.0]"),
@@ -227,7 +227,7 @@ class Measured:
         ),
         (MEASURES.replace(", micro_batches", ""), [], "must take (step, gradients, micro_batches)"),
         (MEASURES.replace("self, gradients)", "self)"), [], "micro_batch must take (gradients)"),
-        (MEASURES.replace('"gradients"', '"update"'), [], "is called for @acts("),
+        (MEASURES.replace('"gradients"', '"update"'), [], "only @acts("),
     ],
 )
 def test_a_mistake_is_one_line_and_nothing_is_written(hooks, words, message, tmp_path):

@@ -58,7 +58,9 @@ SETTINGS = [each for each in TINY if not each.startswith(("model", "snapshot"))]
 SETTINGS += ["--config-dir=mine", "model=scores", "trainer.device=cpu", "snapshot.every_steps=6"]
 SETTINGS += ["snapshot.background=false"]  # step 6 is committed when step 9 fails
 BOOM = rf"ValueError: boom in <object object at \w+> \(mine/mine.py:{LINE}\)"
-TWICE = "it came twice at the same step, so a restart would not help: mend it, then run the same"
+TWICE = (
+    "this error occurred twice at the same step, so a restart would not help: fix it, then run the"
+)
 AGAIN = {9: 9}
 
 

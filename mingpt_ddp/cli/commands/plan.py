@@ -141,7 +141,8 @@ def describe(plan: dict[str, Any]) -> str:
         ("batch", f"{micro}, {batch['items']:,} {unit} per step"),
         (
             "snapshots",
-            f"{human_size(saves['bytes'])} each; {human_size(saves['kept_bytes'])} in all kept",
+            f"{human_size(saves['bytes'])} each; {human_size(saves['kept_bytes'])} for all that "
+            "are kept",
         ),
     ]
     if times := plan["measured"]:

@@ -1,16 +1,18 @@
-"""Train some steps of a run again, and compare the hashes with the recorded ones.
+"""Train some steps of a run again, and compare the hashes with the recorded hashes.
 
     python -m mingpt_ddp replay RUN steps=100
 
-RUN        a run directory, or a directory of snapshots; a path or any fsspec URL
-steps      so many, from a snapshot or the start of the run to a later snapshot. Exit code 1 if the hashes of model,
-           optimizer and EMA differ, 3 if that may have another cause than damage
+RUN        path or fsspec URL of a run directory, or of a directory of snapshots
+steps      number of steps between a snapshot (or the start of the run) and a later snapshot
 nproc_per_node
-           ranks of the replay; any number with ddp.reduction=canonical (1 by default), else as many as the run had
-words      more of the command line that trains, as in words="--config-dir=DIR model=NAME" for code of yours
+           number of ranks; with ddp.reduction=canonical any number (the default is 1), otherwise as many as the run had
+words      more words for the command line that trains, such as words="--config-dir=DIR model=NAME" for your own code
 
-A replay finds what no comparison of ranks sees: a flipped bit in an activation or a gradient, and a snapshot that was
-changed together with its manifest.
+The exit code is 0 if the hashes of model, optimizer and EMA are the same. It is 1 if they differ, and 3 if they differ but
+the cause may be something other than damage, such as another GPU.
+
+A replay finds damage that ranks cannot find by comparing each other: a flipped bit in an activation or a gradient, or a
+snapshot that was changed together with its manifest.
 """  # noqa: E501
 
 import shlex
@@ -42,10 +44,10 @@ def run(config: ReplayConfig) -> int:
 
 
 def split_words(text: str) -> list[str]:
-    """Return the words of a command line.
+    """Split a text into the words of a command line.
 
     Raises:
-        ConfigError: A quotation is not closed.
+        ConfigError: A quotation mark is not closed.
     """
     try:
         return shlex.split(text)

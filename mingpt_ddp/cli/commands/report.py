@@ -1,39 +1,41 @@
-"""Report a run, or the results of a sweep or of any runs.
+"""Show the results of runs or of a sweep as a table and an HTML page.
 
     python -m mingpt_ddp report outputs/NAME [outputs/OTHER ...] [format=text]
     python -m mingpt_ddp report outputs/NAME [outputs/OTHER ...] compare [format=text]
     python -m mingpt_ddp report outputs/NAME [outputs/OTHER ...] watch
 
-runs       directories: runs, or parents of runs one or two levels below; write ./compare for one of that name
-compare    say which setting is better, by how much, and how sure that is, instead of the table and the page; add the verdict to
-           outputs/experiments.jsonl
-metric     a number of result.json that ranks the jobs, as metric=val_accuracy; lower is better, and with a minus,
-           metric=-val_accuracy, higher
-watch      write the page again every few seconds until no job runs any more, or until Ctrl-C; in a browser it reloads itself;
-           before the first run it waits for it
-format     text, or json: print a JSON document instead
+runs       run directories, or directories with runs one or two levels below them; write ./compare for a directory of this name
+compare    print which setting is better, by how much, and how certain this is, instead of the table and the page; also add the
+           verdict to outputs/experiments.jsonl
+metric     the number of result.json that ranks the jobs: metric=val_loss if lower is better, metric=-val_accuracy if higher is
+watch      write the page again every few seconds until all jobs have ended, or until Ctrl-C; the page reloads itself in a browser;
+           if there is no run yet, the command waits for one
+format     text (the default), or json to print a JSON document instead
 
-Prints a table of the jobs, best first, and writes a page: the best one, whether it is better by more than chance, curves,
-parameters and settings. The page of one run also has all measurements, samples and restarts. The page of one directory is its
-report.html. The page of several directories is report-NAME+OTHER.html next to them. It needs plotly: pip install 'mingpt_ddp[report]'.
+Prints a table of the jobs, best first, and writes a page with the best job, the certainty that it is the best, curves,
+parameters and settings. The page of a single run also has all measurements, samples and restarts. For one directory the page
+is report.html in it. For several directories it is report-NAME+OTHER.html next to them. The page needs plotly:
+pip install 'mingpt_ddp[report]'.
 
-Jobs that differ in run.seed alone are replicates: one row with the mean, its 95% interval by Student's t, the standard
-deviation and the number of seeds, the best mean first. If all rows with two seeds or more share at least three seeds, the best
-row has the best mean over the shared seeds; otherwise it has the best mean over all of its seeds. Seeds that another version of
-your files has trained are another row, unless you add accept_code=true (or a run had run.accept_code=true).
-A seed has diverged if its loss is not finite. A row with a diverged seed has no mean, comes last, and is never the best.
+Jobs with equal settings but different run.seed are replicates. They share a row, with the mean, its 95% interval (Student's t),
+the standard deviation and the number of seeds. The best mean comes first. If all rows with two or more seeds share at least
+three seeds, the means of the shared seeds decide which row is the best; otherwise the means of all seeds decide. Seeds that
+another version of your files has trained have their own row, unless you add accept_code=true (or run.accept_code=true was set
+in a run). A seed has diverged if its loss is not finite. A row with a diverged seed has no mean, comes last, and is never the best.
 
-The JSON document has "objective", "better" (lower or higher), "parameters", "notes" and "groups", best first, each with
-"name", "parameters", "n" (complete seeds), "mean", "deviation", "low" and "high" (the interval), and "jobs", each with
-"name", "directory", "status", "seed", "code" and "result" (every number of its result.json). What is unknown or not finite is null.
+The JSON document has "objective", "better" (lower or higher), "parameters", "notes" and "groups", best first. Each group has
+"name", "parameters", "n" (complete seeds), "mean", "deviation", "low" and "high" (the interval), and "jobs". Each job has
+"name", "directory", "status", "seed", "code" and "result" (all numbers of its result.json). Unknown and non-finite values are null.
 
-Without metric=, jobs are ranked by the sweep.metric of their sweep; else by their validation loss, or by bits per byte if
-their tokenizers differ.
+Without metric=, the sweep.metric of the sweep ranks the jobs. If it is not set, the validation loss does, or bits per byte if
+the tokenizers differ.
 
-`compare` takes jobs that differ in run.seed alone as one setting, and compares the best setting with each other one:
-how much better its mean is, with the 95% interval. If both settings share three seeds or more, and these are most of their
-seeds, it compares seed by seed (paired t-test), else the means (Welch's). A verdict covers the tested seeds alone: seeds
-without a pair are left out, and a note says so if the order of the table contradicts the verdict. With more than two settings p is corrected for all pairs (Holm). Needs two seeds of each (-m run.seed=1,2,3).
+`compare` treats jobs with equal settings but different run.seed as one setting. It compares the best setting with each other
+setting, and prints the difference of their means with its 95% interval. If two settings share three or more seeds, and these are
+most of their seeds, it compares them seed by seed (paired t-test); otherwise it compares the means (Welch's t-test). A verdict
+covers only the tested seeds. A paired test leaves out seeds without a pair; if the table then shows another order than the
+verdict, a note says so. With more than two settings, p is corrected for all pairs (Holm). Each setting needs two seeds
+(-m run.seed=1,2,3).
 """  # noqa: E501
 
 import os
@@ -73,18 +75,19 @@ def main() -> None:
 def _command(config: ReportConfig) -> int:
     runs = [run for run in config.runs if run not in (COMPARE, WATCH)]
     words = [run for run in config.runs if run not in runs]
-    check(len(words) < 2, f"{' and '.join(words)} do not go together; give one of them")
-    check(runs, f"{''.join(words)} needs directories; name runs, or the directory of a sweep")
+    check(len(words) < 2, f"{' and '.join(words)} cannot be combined; choose one of them")
+    check(runs, f"{''.join(words)} needs a directory; name a run or the directory of a sweep")
     for url in runs:
         if "://" in url:
             raise RunError(
-                f"{url} is not a local directory; only snapshots may be remote, not run directories"
+                f"{url} is not a local directory; copy the run directory to this machine (only "
+                "snapshots may be remote)"
             )
     directories = [*{os.path.realpath(run): Path(run) for run in runs}.values()]
     as_json = config.format == "json"
     check(WATCH not in words or not as_json, f"{WATCH} writes a page; leave out format=json")
     if WATCH in words:
-        raise_interrupts()  # they end the watch
+        raise_interrupts()  # so that Ctrl-C ends the watch
         echo(watch(directories, page_path(directories), config.metric))
     elif COMPARE in words:
         echo(verdict(directories, as_json, config.metric, config.accept_code))

@@ -2,16 +2,18 @@
 
     python -m mingpt_ddp sample outputs/demo prompt="The " max_new_tokens=500 temperature=0.8 top_k=40 seed=1
 
-snapshot        a run directory, its snapshots or one of them; a path or any fsspec URL
-step            newest (the default), best (lowest validation loss) or a number
-prompt          what the text starts with; - reads it from standard input
-max_new_tokens  how many characters to generate (500)
-temperature     divides the logits: below 1 is more predictable, 0 is greedy (0.8)
-top_k, top_p    sample from the k likeliest characters; from the likeliest that sum to probability p (all)
-seed, samples   another seed gives another text (1); how many texts to generate (1)
-device          auto (the default: the GPU if there is one), cpu or cuda
-precision       auto (the default: 16 bits where the hardware is fast at it), fp32, bf16 or fp16; on another device or
-                in another precision the same seed may give another text
+snapshot        path or fsspec URL of a run directory, of its directory of snapshots, or of one snapshot
+step            newest (the default), best (lowest validation loss) or the number of a step
+prompt          start of the text; - reads it from standard input
+max_new_tokens  number of tokens to generate (500)
+temperature     divides the logits: a value below 1 makes the text more predictable, 0 always takes the likeliest token (0.8)
+top_k           sample from the k likeliest tokens (all)
+top_p           sample from the likeliest tokens that have the probability p together (all)
+seed            seed of the random numbers; another seed gives another text (1)
+samples         number of texts to generate (1)
+device          auto (the default, uses the GPU if there is one), cpu or cuda
+precision       auto (the default, 16 bits where the hardware is fast at it), fp32, bf16 or fp16; on another device or in
+                another precision the same seed may give another text
 code            your Python file that registers the model, if the model is not built in
 """  # noqa: E501
 
@@ -32,8 +34,8 @@ def main() -> None:
 def _command(config: SampleConfig) -> int:
     try:
         prompt = sys.stdin.read() if config.prompt == "-" else config.prompt
-    except (UnicodeDecodeError, AttributeError) as error:  # it is None if it is closed
-        reason = error if sys.stdin else "closed"
+    except (UnicodeDecodeError, AttributeError) as error:  # sys.stdin is None if it is closed
+        reason = error if sys.stdin else "it is closed"
         raise DataError(f"prompt=- needs UTF-8 text on standard input: {reason}") from error
     for number, text in enumerate(sample(config, prompt)):
         is_terminal = sys.stdout is not None and sys.stdout.isatty()
@@ -42,13 +44,13 @@ def _command(config: SampleConfig) -> int:
 
 
 def sample(config: SampleConfig, prompt: str) -> list[str]:
-    """Return the prompt with each of its continuations.
+    """Generate texts, and return each with the prompt before it.
 
     Raises:
-        SnapshotError: there is no snapshot, or no model can be built from it.
-        DataError: the prompt has characters that the model does not know.
+        SnapshotError: There is no snapshot, or no model can be built from it.
+        DataError: The prompt has characters that the model does not know.
     """
-    # torch takes a second to import: only after the keys are validated.
+    # torch takes a second to import, so import it only after the keys are validated.
     from mingpt_ddp.config.builders import attribute_errors_to_user_code, run_file
     from mingpt_ddp.inference.decoding import decoding_precision, prepare
     from mingpt_ddp.inference.generate import SamplingParams, generate_text
@@ -75,6 +77,6 @@ def sample(config: SampleConfig, prompt: str) -> list[str]:
                 config.seed,
                 config.samples,
             )
-    except RuntimeError as error:  # non-finite weights, or a context too long for the memory
+    except RuntimeError as error:  # weights that are not finite, or too little memory
         raise SnapshotError(f"the model of {config.snapshot} cannot be used: {error}") from error
     return [prompt + text for text in texts]

@@ -5,16 +5,16 @@
     python -m mingpt_ddp snapshots prune  URL keep_last=2 keep_best=true
     python -m mingpt_ddp snapshots export URL to=DIRECTORY step=best format=hf
 
-url        a run directory, a directory of snapshots or one snapshot; a path or any fsspec URL
-list       show a table; fast, since it reads manifests and file sizes only
-verify     read every byte and compare it with the manifest; exit code 1 if a snapshot is damaged
-prune      delete all but the last keep_last whole ones and, with keep_best, the one with the lowest validation loss;
-           also keep those of every keep_every steps, if it is given
+url        path or fsspec URL of a run directory, of a directory of snapshots, or of one snapshot
+list       show a table of the snapshots; this is fast, because it reads only manifests and file sizes
+verify     read every byte and compare it with the manifests; the exit code is 1 if a snapshot is damaged
+prune      delete snapshots, except the newest keep_last whole ones, the one with the lowest validation loss (keep_best=true) and
+           every one whose step is a multiple of keep_every (if it is set)
 export     write the weights, their description and a model card to a new local directory
-step       which one to export: newest (the default), best (lowest validation loss) or a number
-format     safetensors (the default): model.safetensors and config.json; hf: a directory that transformers loads,
-           tokenizer included
-license    of the export, for its model card, as in apache-2.0; by default the card names none
+step       snapshot to export: newest (the default), best (lowest validation loss) or the number of a step
+format     safetensors (the default) writes model.safetensors and config.json; hf writes a directory that transformers loads,
+           with the tokenizer
+license    license that the model card names, such as apache-2.0; by default it names none
 """  # noqa: E501
 
 import contextlib
@@ -87,17 +87,17 @@ class Listing:
     """One snapshot, described by its manifest, its state and its file sizes."""
 
     step: int
-    status: str  # whole | damaged | unfinished
-    size: int  # bytes
-    files: int
-    train_state: dict[str, Any]  # from state.json, unchecked
+    status: str  # whole, damaged or unfinished
+    size: int  # in bytes
+    n_files: int
+    train_state: dict[str, Any]  # train_state in state.json, not checked
 
 
 def list_snapshots(config: ListConfig) -> int:
     """Print a table of the snapshots."""
     store, steps = find_steps(config.url)
     entries = [inspect(store, step) for step in steps]
-    best = None  # as the newest whole snapshot has it
+    best = None  # step of the best snapshot, as the newest whole snapshot records it
     for entry in entries:
         if entry.status == "whole":
             best = entry.train_state.get("best_step")
@@ -110,8 +110,8 @@ def inspect(store: SnapshotStore, step: int) -> Listing:
     """Describe a snapshot without reading its tensors.
 
     Raises:
-        SnapshotError: another version wrote it in another format.
-        StorageError: the storage does not respond.
+        SnapshotError: Another version of the package wrote the snapshot in another format.
+        StorageError: The storage does not respond.
     """
     try:
         files, state = store.read_metadata(step)
@@ -136,7 +136,7 @@ def _row(entry: Listing, best: Any) -> tuple[str, ...]:
         str(entry.step),
         entry.status,
         human_size(entry.size),
-        str(entry.files),
+        str(entry.n_files),
         cell("world_size", "{:.0f}".format),
         cell("train_loss", "{:.4f}".format),
         cell("val_loss", "{:.4f}".format),
@@ -149,7 +149,7 @@ def _row(entry: Listing, best: Any) -> tuple[str, ...]:
 
 
 def verify(config: ListConfig) -> int:
-    """Print a line for each snapshot; the exit code is 1 if one is damaged."""
+    """Print a line for each snapshot. Return the exit code 1 if any snapshot is damaged."""
     damaged = False
     store, steps = find_steps(config.url)
     for step in steps:
@@ -163,9 +163,10 @@ def verify(config: ListConfig) -> int:
 
 
 def verify_step(store: SnapshotStore, step: int) -> CorruptSnapshotError | None:
-    """Read a whole snapshot, with a progress bar on a terminal.
+    """Read every byte of a snapshot, with a progress bar on a terminal.
 
-    Return its damage, noted in `store.damaged`.
+    Returns:
+        The damage of the snapshot, whose step is then in `store.damaged`. None if it is whole.
     """
     with tqdm(
         desc=f"step {step}", unit="B", unit_scale=True, unit_divisor=1024, leave=False, disable=None
@@ -182,17 +183,20 @@ def verify_step(store: SnapshotStore, step: int) -> CorruptSnapshotError | None:
 
 
 def prune(config: PruneConfig) -> int:
-    """Delete old snapshots; keep at least the newest whole one."""
+    """Delete old snapshots. Keep at least the newest whole snapshot."""
     if step_in(config.url) is not None:
         raise ConfigError(
-            f"{config.url} is one snapshot; prune takes a run directory or its snapshots"
+            f"{config.url} is a single snapshot; give prune a run directory, or its directory of "
+            "snapshots"
         )
     store, _ = find_steps(config.url)
     with _locked(store.storage):
         intact = (step for step in reversed(store.steps()) if verify_step(store, step) is None)
-        whole = list(itertools.islice(intact, config.keep_last))  # every byte verified
+        whole = list(itertools.islice(intact, config.keep_last))
         if not whole:
-            raise SnapshotError(f"there is no whole snapshot at {store.url}; nothing is deleted")
+            raise SnapshotError(
+                f"there is no whole snapshot at {store.url}, so prune has deleted nothing"
+            )
         newest = whole[0]
         best = None
         if config.keep_best:
@@ -208,12 +212,12 @@ def prune(config: PruneConfig) -> int:
 
 @contextlib.contextmanager
 def _locked(storage: Storage) -> Iterator[None]:
-    """Hold the locks or the lease of the run whose snapshots these are, so that it cannot run.
+    """Hold the locks or the lease of the run that owns these snapshots, so that it cannot start.
 
-    A local directory that no run has locked so far gets no lock.
+    A local directory gets no lock if no run has ever locked it.
 
     Raises:
-        RunError: The run is using them.
+        RunError: The run is training and uses the snapshots.
         StorageUnavailableError: The storage does not respond.
     """
     with contextlib.ExitStack() as held:
@@ -226,5 +230,5 @@ def _locked(storage: Storage) -> Iterator[None]:
             elif isinstance(storage, RemoteStorage) and storage.has_lease:
                 held.callback(Lease(storage).release)
         except LockedError as error:
-            raise LockedError(error.location, error.owner, "wait for it") from error
+            raise LockedError(error.location, error.owner, "wait until it ends") from error
         yield

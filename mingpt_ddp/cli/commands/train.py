@@ -1,4 +1,4 @@
-"""The train command: start the fork server of local workers, then do everything else."""
+"""The train command. It starts the fork server of the local workers first, to save time."""
 
 import contextlib
 import sys
@@ -13,21 +13,22 @@ from mingpt_ddp.process.sockets import delete_socket_directory
 
 
 def main(to_words: Callable[[list[str]], list[str]] = list) -> None:
-    """Run main.py and `python -m mingpt_ddp`; always exit.
+    """Run main.py and `python -m mingpt_ddp`. Always exit the process.
 
     Args:
-        to_words: Turns the arguments of the command into the words that Hydra reads. If it raises a
-            UserError, the process ends.
+        to_words: Turns the arguments of the command into the words that Hydra reads. The process
+            ends if this raises a UserError.
     """
     try:
         if _forks_workers(sys.argv[1:]):
-            start_server()  # in another process, which imports torch for some seconds
+            start_server()  # another process, which now imports torch for some seconds
             interrupt_commands(_end_server)
-        from mingpt_ddp.cli import train_job  # takes a quarter of a second meanwhile
+        # This import takes a quarter of a second, while the server starts.
+        from mingpt_ddp.cli import train_job
     except ModuleNotFoundError as error:
         sys.exit(
-            f"error: {error.name} is not installed here; install mingpt_ddp with pip, or in a "
-            "checkout type `make train` once, then `. .venv/bin/activate`"
+            f"error: the package {error.name} is not installed here; install mingpt_ddp with pip, "
+            "or in a checkout run `make train` once, then `. .venv/bin/activate`"
         )
     train_job.main(to_words)
 
@@ -36,14 +37,14 @@ def _forks_workers(words: list[str]) -> bool:
     """Guess from the words alone if this command will start local workers from a fork server.
 
     If a preset asks for workers, the server starts later. If Hydra reads a value differently, the
-    server may start in vain.
+    server may start without being needed.
     """
-    typed = dict(word.partition("=")[::2] for word in words)
-    has_workers = typed.get("ddp.nproc_per_node", "0") != "0"
-    has_parallel_jobs = typed.get("sweep.parallel", "1") != "1"
-    if not (has_workers or has_parallel_jobs) or typed.get("ddp.launcher") == "spawn":
+    values = dict(word.partition("=")[::2] for word in words)
+    has_workers = values.get("ddp.nproc_per_node", "0") != "0"
+    has_parallel_jobs = values.get("sweep.parallel", "1") != "1"
+    if not (has_workers or has_parallel_jobs) or values.get("ddp.launcher") == "spawn":
         return False
-    with contextlib.suppress(ConfigError):  # train_job reports it
+    with contextlib.suppress(ConfigError):  # train_job reports this error
         return read_env().is_standalone
     return False
 

@@ -1,7 +1,8 @@
-"""Byte-level BPE by the `tokenizers` library, which is imported only to train and to encode.
+"""Tokenize by byte-level BPE with the `tokenizers` library.
 
-A tokenizer is its JSON in the library's format. Only one that inverts exactly is taken: BPE on
-bytes, without a normalizer. Its size is bounded, and what this module needs of it is checked.
+The library is imported only to train and to encode. A tokenizer is kept as JSON in the library's
+format. It is accepted only if decoding restores a text exactly: it must be BPE on bytes, without a
+normalizer. The size of the JSON is limited, and all values that this module uses are checked.
 """
 
 import contextlib
@@ -27,39 +28,43 @@ from mingpt_ddp.data.tokenizers.tokenizer_base import (
 )
 from mingpt_ddp.errors import ConfigError, DataError
 
-MAX_JSON_CHARS = 1 << 23  # a state.json may have 16 MiB
+MAX_JSON_CHARS = 1 << 23  # state.json, which includes this JSON, may have up to 16 MiB
 DEFAULT_VOCAB_SIZE = 4096
-CHUNK_CHARS = 1 << 16  # encoded by one thread
-CHUNKS = 16  # encoded at a time, by all cores
+CHUNK_CHARS = 1 << 16  # one thread encodes this many characters in one call
+CHUNKS_PER_CALL = 16  # all cores together encode this many chunks in one call
 BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
-# GPT-2's name of each byte: its Latin-1 character if that is printable, else one from U+0100 on.
+# GPT-2's name of each byte: its Latin-1 character if this is printable, else one from U+0100 on.
 BYTE_NAMES = [chr(byte if byte in PRINTABLE else 256 + OTHERS.index(byte)) for byte in range(256)]
 LOSSY_OPTIONS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
-# Behaviours of a Split in tokenizer.json.
-LOSSLESS = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
+# Behaviours of a Split step in tokenizer.json that keep all characters.
+LOSSLESS_BEHAVIORS = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
 
 
 class BPETokenizer(Tokenizer):
-    """Byte-level BPE. Tokens are byte sequences; decoding needs no library."""
+    """A tokenizer by byte-level BPE. A token is a sequence of bytes.
+
+    Decoding does not need the library.
+    """
 
     name = "bpe"
 
     def __init__(self, text: str, end: int | None = None) -> None:
         """
         Args:
-            text: the tokenizer's JSON.
-            end: id of the special token that ends a document; then special tokens in a text are
-                characters as any others.
+            text: The tokenizer's JSON.
+            end: Id of the special token that ends a document, or None. If it is given, the names of
+                special tokens in a text are encoded like any other characters.
 
         Raises:
-            LookupError, TypeError, ValueError: it is not a byte-level BPE that inverts exactly.
+            LookupError, TypeError, ValueError: It is not a byte-level BPE that decodes exactly.
         """
         values = _checked(text)
         kept = {**values, "truncation": None, "padding": None}
         self.json = json.dumps(kept, separators=(",", ":"), sort_keys=True)
-        _check_length(self.json)  # in ASCII it may be longer than it was
+        # Check the length again: escaped as ASCII, the JSON may have become longer.
+        _check_length(self.json)
         self.tokens = _bytes_of_tokens(values)
         self.line_feed = self.tokens.index(b"\n")
         self.end = end
@@ -83,26 +88,27 @@ class BPETokenizer(Tokenizer):
         return BPETokenizer(json.dumps(values), end)
 
     def encode(self, text: str) -> list[int]:
-        """
+        """Encode a text.
+
         Raises:
-            ConfigError: the library is not installed.
-            DataError: the library refuses the tokenizer or the text.
+            ConfigError: The library is not installed.
+            DataError: The library refuses the tokenizer or the text.
         """
         [encoding] = self._encode([utf8(text).decode()])
         return list(encoding.ids)
 
     def encode_stream(self, texts: Iterator[str]) -> Iterator[Ints]:
-        """Yield the tokens of a text, encoded by all cores; the same ones on any number of them."""
+        """Encode a text in pieces on all cores. The tokens do not depend on their number."""
         chunks = split_at_words(texts)
-        while batch := list(islice(chunks, CHUNKS)):
+        while batch := list(islice(chunks, CHUNKS_PER_CALL)):
             pieces: list[str] = []
-            is_last: list[bool] = []  # of its document
+            ends_document: list[bool] = []  # True for each piece that is the last of its document
             for chunk in batch:
                 parts = chunk.split(END)
                 pieces += parts
-                is_last += [True] * (len(parts) - 1) + [False]
+                ends_document += [True] * (len(parts) - 1) + [False]
             tokens: list[int] = []
-            for encoding, ends in zip(self._encode(pieces), is_last, strict=True):
+            for encoding, ends in zip(self._encode(pieces), ends_document, strict=True):
                 tokens += encoding.ids
                 if ends and self.end is not None:
                     tokens.append(self.end)
@@ -116,31 +122,43 @@ class BPETokenizer(Tokenizer):
         return {"tokenizer": {"type": "bpe", "json": self.json, **end}}
 
     def _encode(self, texts: list[str]) -> list[Any]:
-        """Return the library's encoding of each text."""
-        encoder = self._library()
+        """Encode several texts by the library, on all cores.
+
+        Raises:
+            ConfigError: The library is not installed.
+            DataError: The library refuses the tokenizer or a text.
+        """
+        encoder = self._library_tokenizer()
         try:
-            with _panics_raised():
+            with _panics_as_errors():
                 return list(encoder.encode_batch_fast(texts, add_special_tokens=False))
-        except Exception as error:  # the library raises nothing narrower
+        # The library raises Exception itself, never a subclass.
+        except Exception as error:
             raise DataError(
                 f"the tokenizer cannot encode the text: {str(error)[:200]}; use another "
                 "data.tokenizer"
             ) from error
 
-    def _library(self) -> Any:
-        """Return the library's tokenizer, made at the first call."""
+    def _library_tokenizer(self) -> Any:
+        """Return the library's tokenizer object. The first call makes it.
+
+        Raises:
+            ConfigError: The library is not installed.
+            DataError: The library refuses the tokenizer, or gives a token another id.
+        """
         if self._encoder is not None:
             return self._encoder
         lib = library()
         try:
-            with _panics_raised():
+            with _panics_as_errors():
                 self._encoder = lib.Tokenizer.from_str(self.json)
             self._encoder.encode_special_tokens = self.end is not None
-        except Exception as error:  # the library raises nothing narrower
+        # The library raises Exception itself, never a subclass.
+        except Exception as error:
             raise DataError(
                 f"the library tokenizers refuses the tokenizer: {str(error)[:200]}"
             ) from error
-        # the library numbers them in their order
+        # The library ignores the ids of added tokens, and numbers these tokens in their order.
         for token in json.loads(self.json).get("added_tokens") or ():
             if self._encoder.token_to_id(token["content"]) != token["id"]:
                 raise DataError(
@@ -151,26 +169,26 @@ class BPETokenizer(Tokenizer):
 
 
 def library() -> Any:
-    """Import `tokenizers`.
+    """Import the `tokenizers` library.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: The library is not installed.
     """
     try:
         import tokenizers
     except ImportError as error:
         raise ConfigError(
-            "a BPE tokenizer needs tokenizers; pip install 'mingpt_ddp[tokenizers]', or use "
-            "data.tokenizer=char or byte"
+            "a BPE tokenizer needs the library tokenizers; pip install 'mingpt_ddp[tokenizers]', "
+            "or use data.tokenizer=char or byte"
         ) from error
     return tokenizers
 
 
 @contextlib.contextmanager
-def _panics_raised() -> Iterator[None]:
-    """Raise a panic of the library as a ValueError, without the backtrace that it prints.
+def _panics_as_errors() -> Iterator[None]:
+    """Turn a panic of the library into a ValueError, and hide the backtrace that it prints.
 
-    PyO3's PanicException is no Exception.
+    The panic itself is raised as PyO3's PanicException, which does not inherit from Exception.
     """
     try:
         with _silent_stderr():
@@ -183,10 +201,10 @@ def _panics_raised() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silent_stderr() -> Iterator[None]:
-    """Discard what this process writes to file descriptor 2."""
+    """Discard everything that this process writes to file descriptor 2 (standard error)."""
     try:
         kept = os.dup(2)
-    except OSError:  # it is closed
+    except OSError:  # the descriptor is closed
         yield
         return
     null = os.open(os.devnull, os.O_WRONLY)
@@ -200,7 +218,7 @@ def _silent_stderr() -> Iterator[None]:
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> BPETokenizer:
-    """Learn merges from the documents of a text; a small text may give fewer tokens."""
+    """Train a BPE tokenizer on the documents of a text. A small text may give fewer tokens."""
     lib = library()
     tokenizer = lib.Tokenizer(lib.models.BPE())
     tokenizer.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -216,9 +234,10 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> BPETokenizer:
 
 
 def split_at_words(texts: Iterator[str]) -> Iterator[str]:
-    """Yield a text in chunks, cut before a space between two letters, where pre-tokenizers cut too.
+    """Cut a text into chunks, each before a space between two letters.
 
-    A chunk without such a space ends at CHUNK_CHARS. The chunks depend on the text alone.
+    Pre-tokenizers cut there too, so the chunks can be encoded one by one. A chunk without such a
+    space ends after CHUNK_CHARS characters. The chunks do not depend on the pieces of the text.
     """
     rest = ""
     for text in texts:
@@ -234,7 +253,11 @@ def split_at_words(texts: Iterator[str]) -> Iterator[str]:
 
 
 def _checked(text: str) -> dict[str, Any]:
-    """Return the values of a tokenizer's JSON, which must invert exactly."""
+    """Parse the JSON of a tokenizer.
+
+    Raises:
+        LookupError, TypeError, ValueError: It is not a byte-level BPE that decodes exactly.
+    """
     _check_length(text)
     try:
         values = json.loads(text)
@@ -251,7 +274,7 @@ def _check_length(text: str) -> None:
 
 
 def _is_lossless(values: dict[str, Any]) -> bool:
-    """Return whether a tokenizer is a byte-level BPE that decodes to exactly what it encodes."""
+    """Return True if a tokenizer is a byte-level BPE, and decoding restores a text exactly."""
     model = values["model"]
     first = values["pre_tokenizer"]
     steps = first["pretokenizers"] if first["type"] == "Sequence" else [first]
@@ -269,14 +292,18 @@ def _is_lossless(values: dict[str, Any]) -> bool:
 
 
 def _keeps_all(step: dict[str, Any]) -> bool:
-    """Return whether a step before that of bytes cuts a text without leaving out a part."""
+    """Return True if a pre-tokenizer step cuts a text without removing any of it."""
     if step["type"] == "Split":
-        return step["behavior"] in LOSSLESS
+        return step["behavior"] in LOSSLESS_BEHAVIORS
     return step["type"] == "Digits"
 
 
 def _bytes_of_tokens(values: dict[str, Any]) -> list[bytes]:
-    """Return the bytes of each token by id."""
+    """List the bytes of each token, in the order of the ids.
+
+    Raises:
+        ValueError: The ids have gaps, a byte has no token, or a token is empty.
+    """
     byte_of = {name: byte for byte, name in enumerate(BYTE_NAMES)}
     tokens = {}
     for token, i in values["model"]["vocab"].items():

@@ -1,4 +1,4 @@
-"""The tokenizer that the configuration names, and whether it is that of a snapshot."""
+"""Get the tokenizer that the configuration names, and compare it with the one of a snapshot."""
 
 from mingpt_ddp.config.keys.components import DataConfig
 from mingpt_ddp.data.download import exists
@@ -6,50 +6,60 @@ from mingpt_ddp.data.tokenizers.tokenizer import NoTokenizer, Tokenizer, read_to
 from mingpt_ddp.data.tokenizers.tokenizer_base import END_NAME
 from mingpt_ddp.errors import ConfigError, DataError
 
-TRAINED = ("char", "byte", "bpe")  # other values of data.tokenizer are paths
+BUILT_IN = ("char", "byte", "bpe")  # all other values of data.tokenizer are paths
 
 
 def check_same_tokenizer(config: DataConfig, tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer file that has changed since the snapshot, if it is still there."""
+    """Refuse a tokenizer file that has changed since the snapshot. It may have been deleted.
+
+    Args:
+        config: The settings of the data.
+        tokenizer: The tokenizer of the snapshot.
+
+    Raises:
+        DataError: The file has another tokenizer.
+    """
     path = config.tokenizer
-    if path in TRAINED or not exists(path):
+    if path in BUILT_IN or not exists(path):
         return
     if with_end(read_tokenizer(path), config).state() != tokenizer.state():
         raise DataError(
-            f"data.tokenizer={path} differs from that of the snapshot; restore it, or choose "
-            "another run.name"
+            f"data.tokenizer={path} differs from the tokenizer of the snapshot; restore the file, "
+            "or choose another run.name"
         )
 
 
 def given_tokenizer(config: DataConfig) -> Tokenizer | None:
-    """Return the tokenizer that the configuration names; None: it is learnt from the text.
+    """Get the tokenizer that the configuration names. Return None if it is learnt from the text.
 
     Raises:
-        ConfigError: token ids come with another tokenizer, or without one and without the size of
-            their vocabulary.
+        ConfigError: With data.format=tokens, the configuration names a tokenizer that only encodes
+            texts, or neither a tokenizer nor the size of the vocabulary.
     """
-    if config.tokenizer not in TRAINED:
+    if config.tokenizer not in BUILT_IN:
         return read_tokenizer(config.tokenizer)
     if config.format != "tokens":
         return None
-    if config.tokenizer != "char":  # the default, which stands for none here
+    # "char" is the default, so here it means that no tokenizer is named.
+    if config.tokenizer != "char":
         raise ConfigError(
             f"data.tokenizer={config.tokenizer} encodes texts; with data.format=tokens name the "
-            "tokenizer.json that has made the tokens, or leave it out and give data.vocab_size"
+            "tokenizer.json that made the tokens, or leave it out and give data.vocab_size"
         )
     if config.vocab_size is None:
         raise ConfigError(
             "data.format=tokens needs data.vocab_size=N, the number of token ids, or "
-            "data.tokenizer=PATH, the tokenizer.json that has made them"
+            "data.tokenizer=PATH, the tokenizer.json that made them"
         )
     return NoTokenizer(config.vocab_size)
 
 
 def with_end(tokenizer: Tokenizer, config: DataConfig) -> Tokenizer:
-    """Return a tokenizer with the token that ends a document, if `data.end_token` says so.
+    """Give a tokenizer the token that ends a document, if `data.end_token` asks for it.
 
     Raises:
-        ConfigError: no token of given ids ends a document.
+        ConfigError: With data.format=tokens, the tokenizer itself must have such a token, and does
+            not.
     """
     if not config.end_token:
         return tokenizer
@@ -59,6 +69,6 @@ def with_end(tokenizer: Tokenizer, config: DataConfig) -> Tokenizer:
     if config.format == "tokens" and not is_own:
         raise ConfigError(
             "data.end_token=true: with data.format=tokens name a data.tokenizer that has "
-            f"{END_NAME} or </s>, as the tokens have, or leave it out"
+            f"{END_NAME} or </s>, as the tokens do, or leave data.end_token out"
         )
     return ended

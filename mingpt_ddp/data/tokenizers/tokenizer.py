@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back, and their form in a snapshot."""
+"""Turn text into token ids and back, and restore tokenizers from files and snapshots."""
 
 import json
 from collections.abc import Iterator
@@ -34,19 +34,20 @@ MAX_VOCAB_SIZE = 1 << 20
 
 
 class CharTokenizer(Tokenizer):
-    """A token is the index of a character in the vocabulary."""
+    """A tokenizer whose tokens are the indices of characters in its vocabulary."""
 
     name = "char"
 
     def __init__(self, vocabulary: str) -> None:
         """
         Args:
-            vocabulary: with END at the place of the token that ends a document, if there is one.
+            vocabulary: The characters in the order of their ids. END stands for the token that ends
+                a document, if there is one.
         """
         self.vocabulary = vocabulary
         self.index = {character: i for i, character in enumerate(vocabulary)}
         self.line_feed = self.index.get("\n", 0)
-        # UTF-8 takes a byte more from each of these code points on.
+        # From each of these code points on, UTF-8 needs one more byte.
         longer_from = [0x80, 0x800, 0x10000]
         self.token_sizes = 1 + np.searchsorted(longer_from, code_points(vocabulary), side="right")
         self.token_characters = np.ones(len(vocabulary), dtype=np.int64)
@@ -59,9 +60,10 @@ class CharTokenizer(Tokenizer):
         return self if self.end is not None else CharTokenizer(self.vocabulary + END)
 
     def encode(self, text: str) -> list[int]:
-        """
+        """Encode a text.
+
         Raises:
-            DataError: naming the characters that are not in the vocabulary.
+            DataError: Characters are not in the vocabulary. The error names them.
         """
         unknown = sorted(set(text) - self.index.keys())
         if unknown:
@@ -78,7 +80,7 @@ class CharTokenizer(Tokenizer):
         for text in texts:
             tokens = token_of[code_points(text)]
             if (tokens == len(codes)).any():
-                self.encode(text)  # names the characters
+                self.encode(text)  # raises an error that names the unknown characters
             yield tokens
 
     def decode(self, tokens: list[int]) -> str:
@@ -91,7 +93,7 @@ class CharTokenizer(Tokenizer):
 
 
 class ByteTokenizer(Tokenizer):
-    """A token is a byte of the text in UTF-8."""
+    """A tokenizer whose tokens are the bytes of the text in UTF-8."""
 
     name = "byte"
     line_feed = ord("\n")
@@ -113,7 +115,7 @@ class ByteTokenizer(Tokenizer):
             documents = b"\xff".join(part.encode() for part in text.split(END))
             tokens: Ints = np.frombuffer(documents, dtype=np.uint8)
             if self.end is not None:
-                is_end = tokens == 0xFF  # which UTF-8 never has
+                is_end = tokens == 0xFF  # UTF-8 never contains this byte
                 tokens = tokens.astype(np.uint16)
                 tokens[is_end] = self.end
             yield tokens
@@ -127,7 +129,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class NoTokenizer(Tokenizer):
-    """Stands for the unknown tokenizer of token ids: it encodes and decodes nothing."""
+    """A stand-in for the unknown tokenizer of token ids. It cannot encode or decode."""
 
     name = "none"
 
@@ -137,19 +139,19 @@ class NoTokenizer(Tokenizer):
         self.token_sizes = np.zeros(vocab_size, dtype=np.int64)  # unknown
 
     def encode(self, text: str) -> list[int]:
-        raise _no_text()
+        raise _no_tokenizer_error()
 
     def encode_stream(self, texts: Iterator[str]) -> Iterator[Ints]:
-        raise _no_text()
+        raise _no_tokenizer_error()
 
     def decode(self, tokens: list[int]) -> str:
-        raise _no_text()
+        raise _no_tokenizer_error()
 
     def state(self) -> dict[str, Any]:
         return {"tokenizer": {"type": self.name, "vocab_size": self.vocab_size}}
 
 
-def _no_text() -> DataError:
+def _no_tokenizer_error() -> DataError:
     return DataError(
         "the model has no tokenizer, so it can neither read nor write text: its run was given "
         "token ids without data.tokenizer"
@@ -157,10 +159,10 @@ def _no_text() -> DataError:
 
 
 def read_tokenizer(path: str) -> Tokenizer:
-    """Read a tokenizer.json, or a JSON file that has characters in the order of their ids.
+    """Read a tokenizer.json, or a JSON file with characters in the order of their ids.
 
     Raises:
-        DataError: there is none, or it is not a byte-level BPE that inverts exactly.
+        DataError: There is no such file, or it is not a byte-level BPE that decodes exactly.
     """
     try:
         text = read_file(path, 4 * MAX_JSON_CHARS).decode()
@@ -176,17 +178,21 @@ def read_tokenizer(path: str) -> Tokenizer:
             f"data.tokenizer={path}: there is no such file; name a tokenizer.json, or use char, "
             "byte or bpe (nothing is downloaded by a model's name)"
         ) from error
-    except Exception as error:  # exceptions differ by protocol
+    # The type of the exception depends on the protocol of the path.
+    except Exception as error:
         raise DataError(
             f"data.tokenizer={path} must be a byte-level BPE tokenizer.json: {str(error)[:200]}"
         ) from error
 
 
 def tokenizer_from_state(state: Any) -> Tokenizer:
-    """Return the tokenizer of an untrusted snapshot state, whose size the reader has bounded.
+    """Restore the tokenizer from the state of a snapshot.
+
+    Args:
+        state: Untrusted JSON values. The caller has checked their size.
 
     Raises:
-        AttributeError, LookupError, TypeError, ValueError: there is no valid tokenizer.
+        AttributeError, LookupError, TypeError, ValueError: The state has no valid tokenizer.
     """
     if "tokenizer" in state:
         kept = state["tokenizer"]
@@ -199,7 +205,7 @@ def tokenizer_from_state(state: Any) -> Tokenizer:
     vocabulary = state["vocabulary"]
     if not isinstance(vocabulary, str):
         raise ValueError("expected a vocabulary")
-    vocabulary.encode()  # END, and any other lone surrogate, is no character
+    vocabulary.encode()  # raises UnicodeEncodeError for END and other lone surrogates
     end = _end_of(state)
     if end is not None:
         vocabulary = vocabulary[:end] + END + vocabulary[end:]
@@ -207,6 +213,7 @@ def tokenizer_from_state(state: Any) -> Tokenizer:
 
 
 def _end_of(kept: dict[str, Any]) -> int | None:
+    """Read the id of the token that ends a document, if the state of a tokenizer has one."""
     end = kept.get("end_token")
     if end is not None and (type(end) is not int or end < 0):
         raise ValueError("expected the id of the token that ends a document")

@@ -1,4 +1,4 @@
-"""What every tokenizer has, and helpers on characters and bytes."""
+"""Define the interface of tokenizers, and helpers for characters and bytes."""
 
 import codecs
 from collections.abc import Iterator
@@ -9,24 +9,28 @@ import numpy as np
 from mingpt_ddp.data.rng import Ints
 from mingpt_ddp.errors import DataError
 
-END = "\ud800"  # ends a document in the pieces of a text; UTF-8 has no such character
-# What tokenizers call the token after a text; their files do not say which it is.
+# Marks the end of a document in the pieces of a text. UTF-8 cannot encode this character.
+END = "\ud800"
+# Usual names of the token that ends a document. The file of a tokenizer does not say which token it
+# is.
 END_NAMES = ("</s>", "<eos>", "<|eos|>", "[EOS]", "<|end_of_text|>", "<|endoftext|>")
-END_NAME = END_NAMES[-1]  # of one that is added
-# An added token that stands for its own characters and no others.
+END_NAME = END_NAMES[-1]  # name of the token if it must be added to a tokenizer
+# Options of an added token in a tokenizer.json that matches exactly its own characters.
 EXACT = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 
 
 class Tokenizer:
-    """Text to token ids and back; `decode` inverts `encode` exactly.
+    """Base class of tokenizers, which turn text into token ids and back.
+
+    `decode` inverts `encode` exactly.
 
     Attributes:
-        name: char, byte or bpe.
-        token_sizes: (V,) int64, bytes of each token in UTF-8.
-        token_characters: (V,) int64, characters that begin in each token.
-        line_feed: id of the token of a line feed, or 0.
-        end: id of the token that ends a document, which no text contains; None: there is none. It
-            has no bytes and no characters.
+        name: Name of the type of tokenizer: char, byte, bpe or none.
+        token_sizes: (V,) int64, size of each token in bytes of UTF-8.
+        token_characters: (V,) int64, number of characters that begin in each token.
+        line_feed: Id of the token for a line feed, or 0 if there is none.
+        end: Id of the token that ends a document, or None if the tokenizer has none. No text
+            contains this token, and it has no bytes and no characters.
     """
 
     name: str
@@ -40,32 +44,39 @@ class Tokenizer:
         return len(self.token_sizes)
 
     def encode(self, text: str) -> list[int]:
-        """
+        """Encode a text.
+
         Raises:
-            DataError: naming what cannot be encoded.
+            DataError: The text cannot be encoded. The error names the characters or the position.
         """
         raise NotImplementedError
 
     def with_end(self) -> "Tokenizer":
-        """Return this tokenizer with a token that ends a document: its own, or one id more."""
+        """Return this tokenizer with a token that ends a document.
+
+        If its vocabulary has no such token, one is added.
+        """
         raise NotImplementedError
 
     def encode_stream(self, texts: Iterator[str]) -> Iterator[Ints]:
-        """Yield the tokens of a text that comes in pieces, in bounded memory.
+        """Encode a text that arrives in pieces, in bounded memory.
 
-        END in it becomes the token that ends a document.
+        The character END becomes the token that ends a document.
 
         Raises:
-            DataError: as `encode`.
+            DataError: The text cannot be encoded.
         """
         raise NotImplementedError
 
     def decode(self, tokens: list[int]) -> str:
-        """Return the text; bytes that are not UTF-8 give U+FFFD, a cut last character nothing."""
+        """Decode tokens.
+
+        Bytes that are not UTF-8 become U+FFFD. A last character that is cut off is left out.
+        """
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
-        """Return JSON values for state.json, which `tokenizer_from_state` reads."""
+        """Describe the tokenizer by JSON values, for state.json and `tokenizer_from_state`."""
         raise NotImplementedError
 
 
@@ -75,10 +86,10 @@ def code_points(text: str) -> Ints:
 
 
 def utf8(text: str) -> bytes:
-    """Encode text.
+    """Encode a text as UTF-8.
 
     Raises:
-        DataError: it has bytes that were no UTF-8, which Python holds as surrogates.
+        DataError: The text has surrogates. Python uses them for bytes that were not UTF-8.
     """
     try:
         return text.encode()
@@ -87,10 +98,10 @@ def utf8(text: str) -> bytes:
 
 
 def begins_character(data: bytes) -> Ints:
-    """Return for each byte of UTF-8 whether a character begins there."""
+    """Compute for each byte of UTF-8 whether a character begins there."""
     return np.frombuffer(data, dtype=np.uint8) & 0xC0 != 0x80
 
 
 def decode_bytes(data: bytes) -> str:
-    """Decode UTF-8, with U+FFFD for invalid bytes and without a cut character at the end."""
+    """Decode UTF-8. Invalid bytes become U+FFFD, and a cut character at the end is left out."""
     return codecs.getincrementaldecoder("utf-8")("replace").decode(data)

@@ -6,8 +6,8 @@ from typing import Any
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.keys.optimizer_config import OptimizerConfig
 from mingpt_ddp.metrics.gpus import GIB
-from mingpt_ddp.training.length import early_end, long_warmup
-from mingpt_ddp.training.start.start_log import long_metrics
+from mingpt_ddp.training.length import early_end_notice, long_warmup_warning
+from mingpt_ddp.training.start.start_log import full_metrics_warning
 
 MANY_EPOCHS = 10
 LARGE_MODEL = 10  # a model with more parameters per token or sample of the data is large
@@ -37,9 +37,9 @@ def _doubt_length(config: Config, plan: dict[str, Any]) -> Iterator[str]:
     length = plan["length"]
     parameters = plan["model"]["parameters"]
     trainer = config.trainer
-    if warmup := long_warmup(config.optimizer, length["steps"]):
+    if warmup := long_warmup_warning(config.optimizer, length["steps"]):
         yield warmup
-    if end := early_end(trainer, length["limits"]):
+    if end := early_end_notice(trainer, length["limits"]):
         yield end
     elif trainer.max_steps is not None and trainer.max_epochs is not None:
         yield (
@@ -57,7 +57,7 @@ def _doubt_length(config: Config, plan: dict[str, Any]) -> Iterator[str]:
             f"{sizes}, so that overfitting is likely; use more data, fewer steps, a smaller model, "
             "or model.dropout"
         )
-    if full := long_metrics(trainer.log_every, length["steps"]):
+    if full := full_metrics_warning(trainer.log_every, length["steps"]):
         yield full
     if trainer.eval_every is not None and trainer.eval_every > length["steps"]:
         yield (

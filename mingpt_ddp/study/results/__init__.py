@@ -1,1 +1,1 @@
-"""Read runs and report them: tables, pages, verdicts."""
+"""Read the results of runs, and report them as tables, pages and verdicts."""

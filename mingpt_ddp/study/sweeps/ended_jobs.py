@@ -1,4 +1,4 @@
-"""Find out from its directory if a job of a sweep has already ended."""
+"""Find out if a job of a sweep has already ended, from its directory."""
 
 from mingpt_ddp.config.config import named_values
 from mingpt_ddp.config.job import Job, existing_name
@@ -15,16 +15,16 @@ from mingpt_ddp.training.run_job import Known, Records
 
 
 class JobRecords(Records):
-    """The records of jobs as their own directories have them. Any process can read these."""
+    """Looks up jobs in their own directories, which any process can read."""
 
     def __init__(self) -> None:
-        self.kept = KeptResults()
+        self.kept_results = KeptResults()
 
     def look_up(self, job: Job) -> Known:
         job = job.with_run(name=existing_name(job))
         value = final_value(job, objective_named(job.config.sweep.metric))
         if value is not None:
-            self.kept.check(job.directory, job.config)
+            self.kept_results.check(job.directory, job.config)
         return Known(str(job.config.run.name), value)
 
     def value_of(self, job: Job) -> float:
@@ -38,7 +38,7 @@ class JobRecords(Records):
 
 
 def final_value(job: Job, objective: Objective) -> float | None:
-    """Return the objective of a job that has ended for good with the same values, else None."""
+    """Return the objective of a job that has ended for good with these values, else None."""
     config = job.config
     result = read_result(job.directory)
     recorded = recorded_config(job.directory) or {}

@@ -1,1 +1,1 @@
-"""Try the user's code for four steps before a run writes anything."""
+"""The dry run: try the user's code for four steps before the run writes anything."""

@@ -1,4 +1,7 @@
-"""Compare the effects of hooks in the dry run: of a step and its repetition, and of all ranks."""
+"""Compare the effects of hooks in the dry run.
+
+A hook must have the same effect when a step is repeated, and the same effect on all ranks.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
@@ -11,13 +14,15 @@ from mingpt_ddp.snapshots.hashes import sha256_of_tensors
 from mingpt_ddp.tasks.outputs import COUNT, SUM, Mean
 from mingpt_ddp.training.hooks.actions import Action
 
-FIRST_STATE = "its first state depends on an earlier run; set it in __init__"
-OTHER_STATE = "after load_state_dict(state), state_dict() returns another state"
-STATE_IN_PASSES = (
-    "micro_batch changes the state, which must be the same on all ranks; return a value"
+# Problems of a hook, as error messages name them.
+INITIAL_STATE_DIFFERS = "its initial state depends on an earlier run; set the state in __init__"
+LOADED_STATE_DIFFERS = "after load_state_dict(state), state_dict() returns a different state"
+STATE_CHANGED_IN_PASSES = (
+    "micro_batch changes the hook's state, which must be the same on all ranks; return a value "
+    "instead"
 )
-OTHER_RESULT = (
-    "the same step again gives another result; keep what it remembers in a class with state_dict "
+RESULT_DIFFERS = (
+    "a repeated step gives a different result; keep the hook's memory in a class with state_dict "
     "and load_state_dict, and draw random numbers from torch's global generator"
 )
 
@@ -61,13 +66,15 @@ def effect_of(
 
 
 def refuse_other_states(states: Mapping[str, str], others: Mapping[str, str], problem: str) -> None:
-    """Refuse a hook whose state is not the expected one.
+    """Refuse a hook whose state differs from the expected one.
 
     Args:
-        states: SHA-256 of the state of each hook, by its label.
+        states: SHA-256 of the expected state of each hook, by its label.
+        others: SHA-256 of the actual state of each hook, by its label.
+        problem: The part of the error message that explains the difference.
 
     Raises:
-        CodeError: names the hook and the problem.
+        CodeError: The message names the hook and the problem.
     """
     for label, digest in states.items():
         if others[label] != digest:
@@ -75,28 +82,32 @@ def refuse_other_states(states: Mapping[str, str], others: Mapping[str, str], pr
 
 
 def refuse_another_result(effects: Sequence[Effect], again: Sequence[Effect]) -> None:
-    """Refuse the first hook that has another effect when its step is repeated.
+    """Refuse the first hook that has a different effect when its step is repeated.
 
     If the gradients or weights differ already before the first hook, no hook is the cause.
 
+    Args:
+        effects: Effects of the hooks in the step.
+        again: Effects of the hooks in the repeated step.
+
     Raises:
-        CodeError: names the hook.
+        CodeError: The message names the hook.
     """
     for effect, other in zip(effects, again, strict=True):
         if effect != other:
             if effect["label"]:
-                raise CodeError(f"{effect['label']} would not resume exactly: {OTHER_RESULT}")
+                raise CodeError(f"{effect['label']} would not resume exactly: {RESULT_DIFFERS}")
             return
 
 
 def refuse_other_effects(by_rank: Sequence[Sequence[Effect]]) -> None:
     """Refuse hooks whose effects differ between ranks.
 
-    The ranks take the same steps. If a rank computes other gradients before any hook has acted, its
-    machine is of another kind, and only the names of its metrics are compared.
+    The ranks take the same steps. If a rank computes different gradients before any hook has acted,
+    its hardware differs, and only the names of its metrics are compared.
 
     Raises:
-        CodeError: names a hook and a rank.
+        CodeError: The message names a hook and a rank.
     """
     for rank, effects in enumerate(by_rank):
         compares_values = True
@@ -104,7 +115,7 @@ def refuse_other_effects(by_rank: Sequence[Sequence[Effect]]) -> None:
             label = expected["label"]
             if differing := sorted({*expected["metrics"]} ^ {*effect["metrics"]}):
                 raise CodeError(
-                    f"{label} has other metrics on rank {rank} than on rank 0: "
+                    f"{label} returns other metrics on rank {rank} than on rank 0: "
                     f"{', '.join(differing)}; return the same names on every rank"
                 )
             if effect["sha256"] == expected["sha256"]:

@@ -1,4 +1,4 @@
-"""A trial run: the train step of the run in fresh objects, on one small batch."""
+"""A trial run: the run's own train step, with new objects and one small batch."""
 
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -17,7 +17,7 @@ from mingpt_ddp.snapshots.staging_buffer import encode_header, lay_out
 from mingpt_ddp.tasks.outputs import Mean
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.dry_run.hook_effects import (
-    STATE_IN_PASSES,
+    STATE_CHANGED_IN_PASSES,
     Effect,
     effect_of,
     refuse_other_states,
@@ -29,7 +29,8 @@ from mingpt_ddp.training.train_state import TrainState
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import build_trainable
 
-DRY_RUN_MICRO_BATCHES = 2  # at most: the second shows that gradients accumulate
+# A trial step has at most this many micro-batches. The second one shows that gradients accumulate.
+DRY_RUN_MICRO_BATCHES = 2
 
 
 @dataclass(frozen=True)
@@ -42,25 +43,25 @@ class DryRun:
     plan: BatchPlan
 
     @cached_property
-    def batch(self) -> list[MicroBatch]:
+    def micro_batches(self) -> list[MicroBatch]:
         """The micro-batches of rank zero in the first step, on the CPU."""
         return self.loader.get_batch(1, self.plan, 0)
 
     @cached_property
-    def few(self) -> list[Any]:
-        """Small parts of these micro-batches, on the device. They suffice for trial steps."""
-        few = self.batch[:DRY_RUN_MICRO_BATCHES]
-        return [self.task.trial_batch(self.runtime.to_device(micro.batch)) for micro in few]
+    def trial_batches(self) -> list[Any]:
+        """A small part of each of the first micro-batches, on the device, for the trial steps."""
+        first = self.micro_batches[:DRY_RUN_MICRO_BATCHES]
+        return [self.task.trial_batch(self.runtime.to_device(micro.batch)) for micro in first]
 
     @property
     def is_exact(self) -> bool:
-        """Return True if a repeated step has the same bits. On a GPU the order of sums varies."""
+        """True if a repeated step must have the same bits. On a GPU the order of sums may vary."""
         is_cpu = self.runtime.device.type == "cpu"
         return is_cpu or bool(self.task.config.trainer.deterministic)
 
 
 class _SameBatchLoader:
-    """The same few micro-batches in every step."""
+    """A loader that returns the same micro-batches in every step."""
 
     def __init__(self, loader: Loader, batches: list[Any]) -> None:
         """
@@ -75,16 +76,16 @@ class _SameBatchLoader:
         return self.batch
 
     def close(self) -> None:
-        """Release nothing."""
+        """Do nothing, since there is nothing to release."""
 
 
 class _GradientCheck:
-    """Refuse a model of which some parameters have no gradient in a micro-batch."""
+    """Refuses a model if one of its parameters gets no gradient in a micro-batch."""
 
     def __init__(self, model: nn.Module, config: Config, micro_batches: int) -> None:
         self.config = config
         self.micro_batches = micro_batches
-        self.counts: dict[str, int] = {}  # gradients of this step, by parameter
+        self.counts: dict[str, int] = {}  # number of gradients in this step, by parameter name
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 self.counts[name] = 0
@@ -97,7 +98,7 @@ class _GradientCheck:
         """Refuse parameters without a gradient, after the passes of a step.
 
         Raises:
-            ConfigError: names them.
+            ConfigError: The message names the parameters.
         """
         unused = [name for name, count in self.counts.items() if count < self.micro_batches]
         if unused:
@@ -112,16 +113,17 @@ class _GradientCheck:
 
 
 class TrialRun:
-    """The train step of the run with fresh objects, built as every start of the run builds them."""
+    """The run's train step with new objects, which are built as in every start of the run."""
 
     def __init__(self, dry_run: DryRun, val_metrics: list[str]) -> None:
         """
         Args:
-            val_metrics: As in `check_resumes_exactly`.
+            dry_run: The runtime, task and data that all trial runs share.
+            val_metrics: Names of the task's metrics of the validation split.
         """
         task = dry_run.task
-        few = dry_run.few
-        loader = _SameBatchLoader(dry_run.loader, few)
+        trial_batches = dry_run.trial_batches
+        loader = _SameBatchLoader(dry_run.loader, trial_batches)
         self.task = task
         self.val_metrics = val_metrics
         self.runtime = dry_run.runtime.alone()
@@ -132,25 +134,26 @@ class TrialRun:
         self._old_gradients: list[Tensor] = []
         if self.trainable.actions.actions:
             self.trainable.actions.watch = self._note_effect
-        plan = BatchPlan(len(few), 1, world_size=1)
+        plan = BatchPlan(len(trial_batches), 1, world_size=1)
         length = RunLength(task.config, loader.steps_per_epoch)
         self.train_step = TrainStep(self.runtime, task, loader, plan, self.trainable, length)
-        # Several ranks would wait for a missing gradient.
+        # With several ranks DDP would wait for a missing gradient.
         self.gradients: _GradientCheck | None = None
         if dry_run.runtime.group.world_size > 1 and not task.config.ddp.find_unused_parameters:
-            self.gradients = _GradientCheck(self.trainable.model, task.config, len(few))
+            self.gradients = _GradientCheck(self.trainable.model, task.config, len(trial_batches))
 
     def step(self, step: int) -> Tensor:
         """Take an optimizer step and return its loss."""
         self._step = step
         for gradient in self._old_gradients:
-            gradient.zero_()  # as DDP, which reuses this memory: a hook must not rely on it
+            # DDP overwrites this memory, too. A hook must not rely on an old gradient.
+            gradient.zero_()
         self._old_gradients.clear()
         states = self.hook_states()
         losses = self.train_step.passes(step)
-        refuse_other_states(states, self.hook_states(), STATE_IN_PASSES)
+        refuse_other_states(states, self.hook_states(), STATE_CHANGED_IN_PASSES)
         if self.gradients is not None:
-            self.gradients.check()  # before the optimizer meets them
+            self.gradients.check()  # an optimizer may fail without a gradient, so check this first
         if self.trainable.actions.actions:
             parameters = self.trainable.model.parameters()
             self._old_gradients = [each.grad for each in parameters if each.grad is not None]
@@ -158,10 +161,16 @@ class TrialRun:
         self.train_step.update(step)
         return losses["loss"]
 
-    def evaluate(self, step: int, again: bool = False) -> None:
-        """Call the hooks of evaluations. They may be slow: repeat them only if one has state."""
+    def evaluate(self, step: int, is_repeated: bool = False) -> None:
+        """Call the hooks of evaluations.
+
+        Args:
+            step: Number of the last step.
+            is_repeated: True if they have been called before. Hooks of evaluations may be slow, so
+                they are then called only if one of them has state.
+        """
         actions = self.trainable.actions
-        if not again or any(each.has_state for each in actions.at("evaluation")):
+        if not is_repeated or any(each.has_state for each in actions.at("evaluation")):
             actions.evaluate(step, self.trainable.model, self.task, self.val_metrics)
 
     def _note_effect(
@@ -177,7 +186,7 @@ class TrialRun:
         return {action.label: sha256_of_tensors(action.state()) for action in actions}
 
     def copy(self) -> Snapshot:
-        """Return a snapshot of this step, in memory, if it could also be read from a file."""
+        """Return a snapshot of this step in memory. Check that it could be saved to a file."""
         kinds = {}
         for kind, tensors in self.trainable.tensors().items():
             encode_header(lay_out(tensors))
@@ -189,9 +198,9 @@ class TrialRun:
         return Snapshot(step=0, state=state, **kinds)
 
     def load(self, snapshot: Snapshot) -> None:
-        """Load a snapshot as a resume does."""
+        """Load a snapshot in the same way as a resumed run."""
         restore(snapshot, self.trainable, self.runtime.scaler)
 
     def digest(self) -> list[str]:
-        """Return the SHA-256 of every bit of the state, by kind."""
+        """Return the SHA-256 of the model, the optimizer, and all other tensors of the state."""
         return [sha256_of_tensors(tensors) for tensors in self.trainable.tensors().values()]

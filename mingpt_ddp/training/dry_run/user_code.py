@@ -1,4 +1,4 @@
-"""Check the user's code before a run writes anything: it must resume exactly."""
+"""Check the user's code before a run writes anything. A run with it must resume exactly."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ from mingpt_ddp.snapshots import state_dict
 from mingpt_ddp.tasks.outputs import check_outputs, outputs_of
 from mingpt_ddp.tasks.task import Task, check_metrics
 from mingpt_ddp.training.dry_run.hook_effects import (
-    FIRST_STATE,
-    OTHER_STATE,
+    INITIAL_STATE_DIFFERS,
+    LOADED_STATE_DIFFERS,
     Effect,
     refuse_another_result,
     refuse_other_effects,
@@ -31,12 +31,15 @@ from mingpt_ddp.training.trainable import build_trainable
 
 
 def check_user_code(runtime: Runtime, task: Task, loader: Loader, plan: BatchPlan) -> None:
-    """Try the user's code: rank zero alone, or all ranks if there are hooks that act.
+    """Try the user's code in a dry run. A collective.
 
-    All ranks then take the same steps, with rank zero's batch. A collective.
+    Rank zero tries it alone, unless there are hooks that act on the run. Then all ranks take the
+    same steps, with the batch of rank zero.
 
     Raises:
-        CodeError, ConfigError: as `check_parts` and `check_resumes_exactly`.
+        CodeError: The code raises an exception, returns the wrong type or shape, or does not resume
+            exactly.
+        ConfigError: A hook or the model does not work with the configuration.
     """
     group = runtime.group
     dry_run = DryRun(runtime, task, loader, plan)
@@ -52,30 +55,33 @@ def check_user_code(runtime: Runtime, task: Task, loader: Loader, plan: BatchPla
 
 
 def check_resumes_exactly(dry_run: DryRun, val_metrics: list[str]) -> list[Effect]:
-    """Train some steps, restore the state before the last, and compare the last bit for bit.
+    """Take four steps, repeat the last one from a restored state, and compare all bits.
 
-    The last step runs twice: in the objects that took the first steps, and in fresh ones with the
-    restored state. It follows an odd number of steps, three: an optimizer that acts at every second
-    step, and keeps its own count, then acts differently in fresh objects. Hooks are called as in
-    training. Hooks of evaluations are called after the third step, and again after the last step if
-    one of them has state.
+    The last step runs twice: in the objects that took the first three steps, and in new objects
+    with the restored state. The number of steps before it is odd for a reason. An optimizer that
+    acts at every second step, and keeps its own count, then acts differently in new objects.
+
+    Hooks are called as in training. Hooks of evaluations are called after the third step, and again
+    after the last step if one of them has state.
 
     Args:
+        dry_run: The runtime, task and data of the run.
         val_metrics: Names of the task's metrics of the validation split.
 
     Returns:
         The effect of each call of a hook, to compare between ranks.
 
     Raises:
-        CodeError: the code raises, returns the wrong type or shape, or does not resume exactly.
-        ConfigError: a parameter gets no gradient, which DDP would wait for.
+        CodeError: The code raises an exception, returns the wrong type or shape, or does not resume
+            exactly.
+        ConfigError: A parameter gets no gradient, so that DDP would wait for it.
     """
     task = dry_run.task
-    few = dry_run.few
+    trial_batches = dry_run.trial_batches
     with attribute_errors_to_user_code():
         first = TrialRun(dry_run, val_metrics)
-        fresh = first.digest()
-        first_states = first.hook_states()
+        initial_digest = first.digest()
+        initial_hook_states = first.hook_states()
         first.step(1)
         trainable = first.trainable
         state_dict.check_savable(
@@ -87,60 +93,63 @@ def check_resumes_exactly(dry_run: DryRun, val_metrics: list[str]) -> list[Effec
         first.step(3)
         first.evaluate(3)
         saved = first.copy()
-        saved_states = first.hook_states()
+        saved_hook_states = first.hook_states()
         loss = first.step(4)
-        first.evaluate(4, again=True)
-        end = first.digest()
+        first.evaluate(4, is_repeated=True)
+        final_digest = first.digest()
         effects = first.effects
         del first, trainable
         second = TrialRun(dry_run, val_metrics)
-        refuse_other_states(first_states, second.hook_states(), FIRST_STATE)
-        if fresh != second.digest():
-            raise _not_exact(f"model {model_label(task.config.model)}", "first weights depend")
+        refuse_other_states(initial_hook_states, second.hook_states(), INITIAL_STATE_DIFFERS)
+        if initial_digest != second.digest():
+            raise _not_exact(f"model {model_label(task.config.model)}", "initial weights depend")
         second.load(saved)
-        refuse_other_states(saved_states, second.hook_states(), OTHER_STATE)
-        again = second.step(4)
-        second.evaluate(4, again=True)
+        refuse_other_states(saved_hook_states, second.hook_states(), LOADED_STATE_DIFFERS)
+        repeated_loss = second.step(4)
+        second.evaluate(4, is_repeated=True)
         if dry_run.is_exact:
-            if not torch.equal(loss.nan_to_num(), again.nan_to_num()):
+            if not torch.equal(loss.nan_to_num(), repeated_loss.nan_to_num()):
                 raise _not_exact(f"model {model_label(task.config.model)}", "loss depends")
             last = [effect for effect in effects if effect["step"] == 4]
             refuse_another_result(last, second.effects)
-            if end != second.digest():
+            if final_digest != second.digest():
                 raise _not_exact(f"optimizer {task.config.optimizer.name}", "step depends")
-        task.check_model(second.trainable.model, few[0], trained=True)
+        task.check_model(second.trainable.model, trial_batches[0], trained=True)
     return effects
 
 
 def check_parts(dry_run: DryRun) -> list[str]:
-    """Check hooks, schedule, what a model returns and can be saved as, and if it compiles.
+    """Check the user's hooks, schedule, model and task one by one, without training.
+
+    Args:
+        dry_run: The runtime, task and data of the run.
 
     Returns:
         Names of the task's metrics of the validation split.
 
     Raises:
-        CodeError: the code raises, or returns the wrong type or shape.
-        ConfigError: a hook has state, and no rank holds all weights.
+        CodeError: The code raises an exception, or returns the wrong type or shape.
+        ConfigError: A hook or the model does not work with the configuration.
     """
     refuse_unfit_hooks(dry_run.runtime.strategy)
     config = dry_run.task.config
-    batch = dry_run.batch
+    micro_batches = dry_run.micro_batches
     with attribute_errors_to_user_code():
         length = RunLength(config, dry_run.loader.steps_per_epoch)
         steps = length.known_steps or config.optimizer.schedule_steps or 1
         check_schedule(config.optimizer, steps)
-        whole = dry_run.runtime.to_device(batch[0].batch)
-        return _check_model(dry_run.runtime, dry_run.task, whole, dry_run.few[0])
+        whole = dry_run.runtime.to_device(micro_batches[0].batch)
+        return _check_model(dry_run.runtime, dry_run.task, whole, dry_run.trial_batches[0])
 
 
 def _check_model(runtime: Runtime, task: Task, batch: Any, part: Any) -> list[str]:
-    """Check what a user's model returns, what it can be saved as, and whether it compiles.
+    """Check that a user's model returns valid outputs, can be saved, and compiles.
 
     Return the names of the task's metrics of the validation split.
 
     Args:
         batch: The batch of one micro-batch, on the device.
-        part: The part of it that trial steps use.
+        part: The part of this batch that the trial steps use.
     """
     config = task.config
     trainable = build_trainable(runtime.alone(), task)

@@ -24,7 +24,7 @@ from mingpt_ddp.snapshots.read.load import snapshot_to_resume
 from mingpt_ddp.snapshots.state_dict import load_model_state, load_optimizer_state
 from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.tasks.task import Task, recorded_sha256
-from mingpt_ddp.training.train_state import OF_METRICS, TrainState
+from mingpt_ddp.training.train_state import METRIC_FIELDS, TrainState
 from mingpt_ddp.training.trainable import Trainable
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ def restore(snapshot: Snapshot, trainable: Trainable, scaler: GradScaler) -> Tra
 def _encode(state: TrainState) -> dict[str, Any]:
     """Return the fields for a state.json. JSON has no NaN: a metric that is not finite is text."""
     values = asdict(state)
-    for key in OF_METRICS:
+    for key in METRIC_FIELDS:
         for name, value in values[key].items():
             values[key][name] = value if math.isfinite(value) else str(value)
     return values
@@ -122,7 +122,7 @@ def read_train_state(state: Any) -> TrainState:
     """Return the train state in a state.json, without fields added by later versions."""
     names = {each.name for each in fields(TrainState)}
     known = {key: value for key, value in state["train_state"].items() if key in names}
-    for key in OF_METRICS:
+    for key in METRIC_FIELDS:
         if key in known:
             known[key] = {name: _decode(value) for name, value in known[key].items()}
     return build(TrainState, known, "train_state")

@@ -45,7 +45,7 @@ from mingpt_ddp.tasks.recorded_text import with_recorded_format
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.dry_run.user_code import check_user_code
 from mingpt_ddp.training.length import RunLength, check_minutes
-from mingpt_ddp.training.memory import SMALLER, refuse_out_of_memory
+from mingpt_ddp.training.memory import SMALLER_MODEL_ADVICE, refuse_out_of_memory
 from mingpt_ddp.training.saves.resume import (
     Recorded,
     check_state,
@@ -140,14 +140,14 @@ def prepare(
         resources: closes the loader when it is closed.
     """
     config = job.config
-    typed = job.command_line_keys
+    command_line_keys = job.command_line_keys
     group = runtime.group
     recorded = read_recorded(history.store, history.directory, config.run.source, group)
     kept = recorded.state if recorded else None
-    warm = warm_start(config, kept, typed, group)
+    warm = warm_start(config, kept, command_line_keys, group)
     batch_size = recorded.batch_size if recorded else None
     config = with_batch_size(warm.config, group.data_size, batch_size)
-    config = with_recorded_format(config, kept, typed)
+    config = with_recorded_format(config, kept, command_line_keys)
     runtime.resume_precision(config, kept)
     task = build_task(config, group, warm.state, recorded_state=kept)
     with task.discarded_if_refused():
@@ -233,7 +233,9 @@ def build(inputs: Inputs, history: History, code: Callable[[], Code] | None = No
     snapshots = SnapshotManager(config, runtime, history.store, history.directory)
     snapshot = snapshots.load_latest(partial(check_state, task=task))
     initialize = None if snapshot else partial(inputs.warm.load_into, runtime.group)
-    with refuse_out_of_memory(config, runtime, f"the model {config.model.name}", SMALLER):
+    with refuse_out_of_memory(
+        config, runtime, f"the model {config.model.name}", SMALLER_MODEL_ADVICE
+    ):
         trainable = build_trainable(runtime, task, initialize)
     return resume(runtime, task, inputs.loader, trainable, history, snapshots, snapshot, code)
 
@@ -260,7 +262,7 @@ def resume(
         snapshot = snapshots.read_shards(snapshot, trainable.model, trainable.optimizer)
         state = restore(snapshot, trainable, runtime.scaler)
     length = RunLength(task.config, loader.steps_per_epoch, state)
-    if steps := length.reckon(state.step):
+    if steps := length.steps_from_pace(state.step):
         length.fix(steps, state.step)
     if history.script and runtime.group.run_on_rank_zero(
         lambda: _script_has_ended(directory, task.config, state.step)

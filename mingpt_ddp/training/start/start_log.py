@@ -26,7 +26,7 @@ from mingpt_ddp.storage.code_identity import (
 )
 from mingpt_ddp.storage.run_directory import DIRECTORY_KEYS, changed_values, difference
 from mingpt_ddp.tasks.task import Task
-from mingpt_ddp.training.length import RunLength, early_end, long_warmup
+from mingpt_ddp.training.length import RunLength, early_end_notice, long_warmup_warning
 from mingpt_ddp.training.trainable import Run
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def log_start(
     )
     if step < steps and runtime.device.type == "cpu":
         log_load(os.getloadavg()[0], os.cpu_count() or 1)
-    if end := length.is_fixed and early_end(config.trainer, length.limits):
+    if end := length.is_fixed and early_end_notice(config.trainer, length.limits):
         log.info(end)
     if config.optimizer.lr_scaling != "none":
         rates = (scale_lr(config.optimizer, config.trainer.batch_size).lr, config.optimizer.lr)
@@ -74,9 +74,9 @@ def log_start(
             *rates,
             *batches,
         )
-    if step < steps and (warmup := long_warmup(config.optimizer, steps)):
+    if step < steps and (warmup := long_warmup_warning(config.optimizer, steps)):
         log.warning(warmup)
-    if full := length.is_fixed and long_metrics(config.trainer.log_every, steps):
+    if full := length.is_fixed and full_metrics_warning(config.trainer.log_every, steps):
         log.warning(full)
     if step > steps:
         log.info("complete: the snapshot of step %d is beyond the limit of %d steps", step, steps)
@@ -101,7 +101,7 @@ def log_load(load: float, cores: int) -> None:
         )
 
 
-def long_metrics(log_every: int, steps: int) -> str | None:
+def full_metrics_warning(log_every: int, steps: int) -> str | None:
     """Return a warning if metrics.jsonl has no room for all steps."""
     most = MAX_BYTES // BYTES_PER_LINE * log_every
     if steps <= most:

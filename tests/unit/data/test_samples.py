@@ -11,7 +11,13 @@ import torch
 from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.keys.components import DatasetConfig
 from mingpt_ddp.data.dataloader import BatchPlan
-from mingpt_ddp.data.samples import MAX_BATCH, Datasets, SampleLoader, SampleSplit, build_datasets
+from mingpt_ddp.data.samples import (
+    MAX_EVALUATION_BATCH,
+    Datasets,
+    SampleLoader,
+    SampleSplit,
+    build_datasets,
+)
 from mingpt_ddp.errors import CodeError, DataError
 
 N, BATCH = 26, 12  # two steps an epoch; two samples are left over
@@ -97,7 +103,9 @@ def test_batches_do_not_depend_on_workers_or_ranks(num_workers, world_size):
     assert torch.equal(again, EXPECTED[5])
 
 
-@pytest.mark.parametrize("n", [1, 2, MAX_BATCH, MAX_BATCH + 1, 5 * MAX_BATCH + 7])
+@pytest.mark.parametrize(
+    "n", [1, 2, MAX_EVALUATION_BATCH, MAX_EVALUATION_BATCH + 1, 5 * MAX_EVALUATION_BATCH + 7]
+)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 def test_an_evaluation_has_every_sample_once(n, world_size):
     """Also if their number is no multiple of the ranks, or a rank gets none."""
@@ -119,7 +127,7 @@ def test_an_evaluation_does_not_change_and_may_be_a_part():
 @pytest.mark.parametrize(
     ("built", "error", "message"),
     [
-        (Augmented(), CodeError, "the dataset own must be mingpt_ddp.data.samples.Datasets"),
+        (Augmented(), CodeError, "the builder of data.dataset=own must return mingpt_ddp"),
         (Datasets(Augmented(), []), DataError, "the val split of data.dataset=own has no samples"),
     ],
 )

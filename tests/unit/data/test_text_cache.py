@@ -137,5 +137,5 @@ def test_waiting_for_another_process_is_said_after_a_while(config, monkeypatch, 
         wait_for(lambda: caplog.messages, what="the line")
     waiter.join()
     assert caplog.messages[:1] == [
-        f"waiting for another process, which encodes a text in data.cache_dir={cache.root}"
+        f"waiting for another process that encodes a text in data.cache_dir={cache.root}"
     ]

@@ -124,7 +124,7 @@ def test_mpirun_on_several_machines(mpirun):
 def test_mpirun_on_one_machine_needs_no_address(mpirun):
     assert mpirun(OMPI_COMM_WORLD_LOCAL_SIZE="4").master_address == ("localhost", 29500)
     with pytest.raises(
-        ConfigError, match="mpirun starts ranks on several machines; pass -x MASTER_ADDR=HOST"
+        ConfigError, match="which need the address of rank 0; pass -x MASTER_ADDR=HOST"
     ):
         mpirun(OMPI_COMM_WORLD_LOCAL_SIZE="2")
 

@@ -405,7 +405,9 @@ def test_fields_and_files_that_a_later_version_adds_are_ignored(store):
     store.verify(8)
     store.storage.write(f"{directory_name(8)}/moments.safetensors", b"Later")
     assert store.read(8).step == 8
-    with pytest.raises(CorruptSnapshotError, match=r"moments\.safetensors has other content"):
+    with pytest.raises(
+        CorruptSnapshotError, match=r"moments\.safetensors does not have the content"
+    ):
         store.verify(8)
     path = f"{directory_name(8)}/{MANIFEST}"
     store.storage.write(path, store.storage.read(path).replace(b"9.9", b"9.8"))

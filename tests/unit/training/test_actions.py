@@ -99,7 +99,7 @@ def test_a_snapshot_of_other_hooks(runtime):
     actions = Actions(CONFIG, runtime, [("gradients x", Noted)])
     change(actions, 1, [1.0])
     assert actions.load(saved.state()) == [
-        "no state of the hook gradients Noted, which begins with its first one",
+        "no state of the hook gradients Noted, which begins with its initial state",
         "state of the hook update Noted, which is not registered any more",
     ]
     assert actions.actions[0].hook.steps == []
@@ -236,13 +236,13 @@ def greedy(step: int, gradients: dict[str, Tensor], weights: dict[str, Tensor]) 
     ("hook", "message"),
     [
         (Noted, None),
-        (remembering, "the same step again gives another result; keep what it remembers"),
+        (remembering, "a repeated step gives a different result; keep the hook.s memory"),
         (greedy, r"must take \(step, gradients\): missing a required argument: 'weights'"),
-        (Forgetful, "the same step again gives another result; keep what it remembers"),
-        (unkeyed, "the same step again gives another result; keep what it remembers"),
-        (LossyEvaluation, r"state_dict\(\) returns another state"),
-        (Lossy, r"after load_state_dict\(state\), state_dict\(\) returns another state"),
-        (Shared, "its first state depends on an earlier run; set it in __init__"),
+        (Forgetful, "a repeated step gives a different result; keep the hook.s memory"),
+        (unkeyed, "a repeated step gives a different result; keep the hook.s memory"),
+        (LossyEvaluation, r"state_dict\(\) returns a different state"),
+        (Lossy, r"after load_state_dict\(state\), state_dict\(\) returns a different state"),
+        (Shared, "its initial state depends on an earlier run; set the state in __init__"),
         (NoJSON, r"@acts\('gradients'\): state_dict\(\)\['steps'\] cannot be saved: it holds set"),
         (
             Nested,
@@ -250,8 +250,8 @@ def greedy(step: int, gradients: dict[str, Tensor], weights: dict[str, Tensor]) 
         ),
         (Held, r"its state holds a gradient itself; keep a clone\(\) of it"),
         (HeldWeights, r"its state holds a weight itself; keep a clone\(\) of it"),
-        (ClonedLate, "the same step again gives another result; keep what it remembers"),
-        (ClonedWeights, "the same step again gives another result; keep what it remembers"),
+        (ClonedLate, "a repeated step gives a different result; keep the hook.s memory"),
+        (ClonedWeights, "a repeated step gives a different result; keep the hook.s memory"),
         (clashing, "the task or another hook has a metric accuracy, too"),
         (ClashingEvaluation, "the task or another hook has a metric accuracy, too"),
         (taken_name, "a metric cannot have the name 'lr'"),

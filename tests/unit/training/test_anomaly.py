@@ -15,7 +15,7 @@ from tasks import text_task
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.process.env import DistEnv
-from mingpt_ddp.training.anomaly import EMA_DECAY, AnomalyPolicy
+from mingpt_ddp.training.anomaly import LOSS_EMA_DECAY, AnomalyPolicy
 from mingpt_ddp.training.length import RunLength
 from mingpt_ddp.training.train_state import TrainState
 from mingpt_ddp.training.trainable import Run
@@ -63,7 +63,7 @@ def test_a_spike_is_above_the_decaying_average():
     message = "loss 6.0010, more than 2 times the average of 3.0000"
     assert spikes.find_anomaly(6.001, 1.0) == message
     spikes.on_step_accepted(2, 1.0)
-    assert spikes.run.state.loss_ema == pytest.approx(3 * EMA_DECAY + 1 - EMA_DECAY)
+    assert spikes.run.state.loss_ema == pytest.approx(3 * LOSS_EMA_DECAY + 1 - LOSS_EMA_DECAY)
     without = policy()
     without.on_step_accepted(1, 3.0)
     assert without.run.state.loss_ema is None

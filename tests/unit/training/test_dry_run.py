@@ -279,7 +279,7 @@ class Sum(Plain):
         (Counter, "the model own would not resume exactly: its loss depends on more than"),
         (
             OtherWeights,
-            "the model own would not resume exactly: its first weights depend on more than",
+            "the model own would not resume exactly: its initial weights depend on more than",
         ),
         (LogitsOfTheLast, r"model\(tokens\) must return logits of shape \(2, 1, 5\), not \(2, 5\)"),
         (Losses, r"model\(tokens, targets\) must return the mean loss, a scalar, not \(8,\)"),

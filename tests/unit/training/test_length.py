@@ -211,11 +211,13 @@ def test_another_limit_that_is_smaller_is_named(monkeypatch, caplog):
 )
 def test_a_snapshot_beyond_the_warmup_has_the_time_of_its_steps(state, steps):
     length = RunLength(config_of(*MINUTE), 10, state)
-    assert (length.known_steps or length.reckon(state.step)) == steps
+    assert (length.known_steps or length.steps_from_pace(state.step)) == steps
 
 
 def test_a_loop_that_times_no_steps_refuses_minutes():
-    with pytest.raises(ConfigError, match=r"trainer.max_minutes needs timed steps; set trainer.ma"):
+    with pytest.raises(
+        ConfigError, match=r"trainer.max_minutes works only if the steps are timed; set"
+    ):
         known_length(config_of(*MINUTE), 10)
     assert known_length(config_of(*MINUTE), 10, step_seconds=0.1).steps == 600
     assert known_length(config_of("trainer.max_epochs=3"), 10).steps == 30

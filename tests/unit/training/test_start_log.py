@@ -25,7 +25,7 @@ from mingpt_ddp.snapshots.format import MANIFEST, STATE, encode_manifest
 from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.training.length import RunLength
 from mingpt_ddp.training.saves.resume import check_state_size
-from mingpt_ddp.training.start.start_log import log_load, log_start, long_metrics
+from mingpt_ddp.training.start.start_log import full_metrics_warning, log_load, log_start
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -244,8 +244,8 @@ def test_a_state_that_could_not_be_read_again_is_refused(cwd):
 
 def test_more_steps_than_metrics_have_room_for(log_lines):
     log_every = 10
-    assert long_metrics(log_every, 1_000_000) is None
-    full = long_metrics(log_every, 20_000_000)
+    assert full_metrics_warning(log_every, 1_000_000) is None
+    full = full_metrics_warning(log_every, 20_000_000)
     assert full.startswith("metrics.jsonl will be full at about step ") and "log_every" in full
 
 

@@ -406,7 +406,9 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path, monkeypatch):
     never = property(lambda _: False, lambda *_: None)
     monkeypatch.setattr(AnomalyPolicy, "checks_every_step", never, raising=False)
     spoil_gradients(monkeypatch, 8, torch.inf)
-    message = r"step 8 or one shortly before it has loss \d.* and gradient norm (inf|nan); run agai"
+    message = (
+        r"step 8, or a step shortly before it, has loss \d.* and gradient norm (inf|nan); run agai"
+    )
     with pytest.raises(TrainingError, match=message):
         train(tmp_path, *KEEP_ALL, "trainer.log_every=100", "snapshot.background=false")
     assert committed(tmp_path / "run") == [4]

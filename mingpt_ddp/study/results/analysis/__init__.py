@@ -1,1 +1,1 @@
-"""Verdicts on settings, and on versions of the code."""
+"""Compare settings, or versions of the code, and word the verdicts."""

@@ -1,4 +1,4 @@
-"""Compare one setting with each other one. Each has the results of several seeds."""
+"""Compare one setting with each other setting, by their results with several seeds."""
 
 import math
 from collections import Counter
@@ -30,9 +30,10 @@ from mingpt_ddp.study.results.stats.significance import (
     why_incomparable,
 )
 
-KEYS_IN_NAME = 3
-MORE_SEEDS = "train more of them in a grid, not in a search: -m run.seed=1,2,3"
-PART = "trainer.eval_steps"  # the evaluated part of the validation split; null for all of it
+MAX_KEYS_IN_LABEL = 3
+MORE_SEEDS = "train more seeds in a grid, not in a search: -m run.seed=1,2,3"
+# This key sets the part of the validation split that is evaluated. null means all of it.
+EVALUATED_PART = "trainer.eval_steps"
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,13 @@ class Setting(Group):
     label: str
 
     @property
-    def unfinished(self) -> int:
-        """The number of jobs that are not complete and have not diverged."""
+    def n_unfinished(self) -> int:
+        """Number of jobs that are neither complete nor diverged."""
         return sum(job.status not in ("complete", DIVERGED) for job in self.jobs)
 
     @cached_property
     def record(self) -> SequentialRecord | None:
-        """The record of until=decided that names runs of this setting, or None."""
+        """The record of until=decided that has runs of this setting, or None."""
         for parent in dict.fromkeys(job.directory.parent for job in self.jobs):
             record = read_sequential(parent)
             if record and self.label_in(record):
@@ -56,28 +57,28 @@ class Setting(Group):
         return None
 
     def label_in(self, record: SequentialRecord) -> str | None:
-        """Return the label of this setting in a record, or None if that has none of its runs."""
+        """Return the label of this setting in a record, or None if the record has no run of it."""
         labels = (record.setting_of(job.directory) for job in self.jobs)
         return next(filter(None, labels), None)
 
 
 @dataclass(frozen=True)
 class SequentialVerdict:
-    """The result of a comparison with until=decided, beside the difference itself."""
+    """The result of a comparison with until=decided, in addition to its `Difference`."""
 
     decision: Decision
     pairs: int  # number of pairs of seeds that were tested
     planned: int  # number of pairs if all seeds are trained
-    care: float | None  # smallest difference that matters to the user
-    comparisons: int  # number of settings compared with the reference; p is corrected for all
+    care: float | None  # the smallest difference that matters to the user
+    comparisons: int  # number of settings that are compared with the reference
 
 
 @dataclass
 class Comparison:
-    """The reference against another setting. Every verdict comes from here.
+    """The reference compared with another setting. All verdicts are derived from this.
 
-    The tested difference alone decides which setting is called better. Means over other seeds do
-    not count.
+    Only the tested difference decides which setting is called better. Means over other seeds do not
+    count.
     """
 
     reference: Setting
@@ -85,36 +86,38 @@ class Comparison:
     # Cost of the other setting minus cost of the reference: positive if the reference is better.
     # None if nothing can be said.
     difference: Difference | None
-    why: str | None  # the reason if nothing can be said
+    why: str | None  # the reason why nothing can be said, else None
     p: float = 1.0  # p-value of the difference, corrected for all pairs of settings
     sequential: SequentialVerdict | None = None  # None if the number of seeds was fixed
 
     @property
     def in_order(self) -> tuple[Setting, Setting]:
-        """Both settings. The one that is better over the tested seeds comes first."""
+        """Both settings. The better setting over the tested seeds comes first."""
         if self.difference is not None and self.difference.difference < 0:
             return self.other, self.reference
         return self.reference, self.other
 
     @property
     def better(self) -> Setting | None:
-        """The setting that is better by more than chance; None if neither is."""
+        """The setting that is better by more than chance. None if there is no such setting."""
         return self.in_order[0] if self.difference is not None and self.p < LEVEL else None
 
     @property
     def worse(self) -> Setting | None:
-        """The setting that is worse by more than chance; None if neither is."""
+        """The setting that is worse by more than chance. None if there is no such setting."""
         return self.in_order[1] if self.better else None
 
 
 def settings_of(groups: list[Group], directories: list[Path]) -> list[Setting]:
-    """Return the settings: jobs that differ in `run.seed` alone, the best first.
+    """Divide groups of jobs into the settings to compare. The best setting comes first.
 
-    Directories with the same recipe are settings of their own if they have trained the same seeds
-    (the code or the machine differs), or if there is nothing else to compare.
+    The jobs of a group differ only in `run.seed` and make one setting. If they are in several
+    directories, each directory is a setting of its own in two cases: the directories have trained
+    the same seeds (so the code or the machine differs), or there is nothing else to compare.
 
     Args:
-        groups: As `replicates` returns them.
+        groups: Groups as `replicates` returns them.
+        directories: Directories from the command line.
     """
     keys = varying(groups)
 
@@ -135,13 +138,14 @@ def settings_of(groups: list[Group], directories: list[Path]) -> list[Setting]:
 
 
 def compare(settings: Sequence[Setting]) -> list[Comparison]:
-    """Compare the best setting, as `best_group` chooses it, with each other one.
+    """Compare the best setting, as `best_group` chooses it, with each other setting.
 
-    The data choose the best setting, which in effect compares every pair. The p-values are
-    therefore corrected for all pairs of settings with two seeds, not only for those with the best.
+    The results choose the best setting, which in effect compares every pair of settings. The
+    p-values are therefore corrected for all pairs of settings with two seeds, not only for the
+    pairs with the best setting.
 
     Args:
-        settings: As `settings_of` returns them.
+        settings: Settings as `settings_of` returns them.
 
     Returns:
         A comparison for each other setting. The list is empty if no setting has a mean over two
@@ -151,20 +155,20 @@ def compare(settings: Sequence[Setting]) -> list[Comparison]:
     if (comparisons := _recorded(settings)) is not None:
         return comparisons
     best = best_group(settings)
-    if best is None or best.complete < 2:
+    if best is None or best.n_complete < 2:
         return []
     return _compare(best, settings, pairs_of(settings))
 
 
 def compare_with_first(settings: Sequence[Setting]) -> list[Comparison]:
-    """Compare the first setting, which no result has chosen, with each other one."""
+    """Compare the first setting, which was fixed before any result, with each other setting."""
     if (comparisons := _recorded(settings)) is not None:
         return comparisons
     return _compare(settings[0], settings, len(settings) - 1)
 
 
 def _compare(reference: Setting, settings: Sequence[Setting], tests: int) -> list[Comparison]:
-    """Compare the reference with each other setting, with p corrected for all tests."""
+    """Compare the reference with each other setting, and correct p for this number of tests."""
     comparisons = []
     for other in settings:
         if other is not reference:
@@ -179,11 +183,11 @@ def _compare(reference: Setting, settings: Sequence[Setting], tests: int) -> lis
 
 
 def _recorded(settings: Sequence[Setting]) -> list[Comparison] | None:
-    """Compare settings that were trained with until=decided, by their recorded decisions.
+    """Compare settings that were trained with until=decided, using the recorded decisions.
 
     Returns:
         None if the settings do not all belong to one such comparison, if its reference is not among
-        them, or if they are ranked by another metric than the recorded one.
+        them, or if they are not ranked by the recorded metric.
     """
     record = next(filter(None, (setting.record for setting in settings)), None)
     parents = {job.directory.parent for setting in settings for job in setting.jobs}
@@ -197,8 +201,9 @@ def _recorded(settings: Sequence[Setting]) -> list[Comparison] | None:
     reference = settings[labels.index(record.reference)]
     comparisons = []
     for label, setting in zip(labels, settings, strict=True):
-        # A setting whose first job has diverged has no run that counts.
-        if labels.count(label) > 1 if label else setting.complete:
+        # A setting without a label is not in the record. This is possible if its first job has
+        # diverged, but then it has no complete job.
+        if labels.count(label) > 1 if label else setting.n_complete:
             return None
         if setting is not reference:
             comparisons.append(_sequential(record, label, reference, setting))
@@ -208,7 +213,11 @@ def _recorded(settings: Sequence[Setting]) -> list[Comparison] | None:
 def _sequential(
     record: SequentialRecord, label: str | None, reference: Setting, other: Setting
 ) -> Comparison:
-    """Compare a setting with the reference on the pairs that decided, or on all pairs so far."""
+    """Compare a setting with the reference.
+
+    If the comparison is decided, only the recorded pairs of the decision count. Otherwise all pairs
+    so far count.
+    """
     pairs, missing = record.pairs(reference.costs, other.costs)
     why = None
     for setting in (reference, other):
@@ -226,21 +235,21 @@ def _sequential(
     if evidence is None or not math.isfinite(evidence.high):
         return Comparison(reference, other, None, why, sequential=verdict)
     n = len(pairs)
-    left_out = max(0, reference.complete + other.complete - 2 * n)
+    left_out = max(0, reference.n_complete + other.n_complete - 2 * n)
     interval = (evidence.low, evidence.high)
     found = Difference(evidence.difference, *interval, evidence.p, SEQUENTIAL, (n, n), left_out)
     return Comparison(reference, other, found, why, evidence.p, verdict)
 
 
 def pairs_of(settings: Iterable[Setting]) -> int:
-    """Return the number of pairs of settings that have two seeds and a mean and are comparable."""
-    tested = [each for each in settings if each.complete > 1 and not each.diverged]
-    parts = Counter(identity(each.config.get(PART)) for each in tested)
+    """Count the pairs of comparable settings. Both settings need two seeds and a mean."""
+    tested = [each for each in settings if each.n_complete > 1 and not each.diverged]
+    parts = Counter(identity(each.config.get(EVALUATED_PART)) for each in tested)
     return sum(math.comb(count, 2) for count in parts.values())
 
 
 def _are_settings(parts: Collection[list[RunRecord]], is_only: bool) -> bool:
-    """Return True if the directories of a group are compared with each other."""
+    """Return True if the directories of a group are settings that are compared with each other."""
     if is_only and any(len(jobs) > 1 for jobs in parts):
         return True
     seeds = Counter(seed for jobs in parts for seed in {*map(seed_of, jobs)})
@@ -248,35 +257,42 @@ def _are_settings(parts: Collection[list[RunRecord]], is_only: bool) -> bool:
 
 
 def _why_incomparable(one: Setting, other: Setting) -> str | None:
-    """Return the reason if nothing can be said about the difference, else None."""
+    """Explain why the difference cannot be tested. Return None if it can."""
     for setting, name in ((other, "it"), (one, one.label)):
         if setting.diverged:
-            seeds = counted(setting.seeds, "seed")
+            seeds = counted(setting.n_seeds, "seed")
             return f"{name} has a loss that is not finite at {len(setting.diverged)} of {seeds}"
-        if not setting.complete and setting.unfinished < len(setting.jobs):
+        if not setting.n_complete and setting.n_unfinished < len(setting.jobs):
             return f"{name} has complete jobs, but none of them has recorded {one.ranked_by.title}"
-        if setting.complete < 2:
+        if setting.n_complete < 2:
             one_seed = "one seed, which says nothing about chance"
-            return f"{name} has {one_seed if setting.complete else 'no complete job'}; {MORE_SEEDS}"
+            return (
+                f"{name} has {one_seed if setting.n_complete else 'no complete job'}; {MORE_SEEDS}"
+            )
     for setting in (one, other):
         if setting.record is not None:
             return (
-                f"the results of {setting.label} have chosen its number of seeds (until=decided); "
-                "it compares with the first setting of its own sweep, by the metric of that sweep"
+                f"the results of {setting.label} decided how many seeds it has (until=decided); "
+                "compare it only with the first setting of its sweep, by the metric of that sweep"
             )
-    if one.config.get(PART) != other.config.get(PART):
+    if one.config.get(EVALUATED_PART) != other.config.get(EVALUATED_PART):
         return (
-            f"they were measured on different parts of the validation split ({PART}); "
+            f"they were measured on different parts of the validation split ({EVALUATED_PART}); "
             f"measure both with {command('evaluate')}"
         )
     return why_incomparable(one.by_seed, other.by_seed)
 
 
 def _label(group: Group, keys: list[str], part: Path | None) -> str:
-    """Label a group by the values that distinguish it, or by its name, and by its directory."""
+    """Label a group by the values that distinguish it, or else by its name.
+
+    Args:
+        keys: Keys whose values differ between the groups.
+        part: Directory of the jobs, if each directory is a setting of its own.
+    """
     words = assignments(group, keys)
     text = cut(group.name)
-    if 0 < len(words) <= KEYS_IN_NAME:
+    if 0 < len(words) <= MAX_KEYS_IN_LABEL:
         text = ", ".join(words)
     if part is None:
         return text

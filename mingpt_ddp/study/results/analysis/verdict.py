@@ -1,4 +1,4 @@
-"""Say which of several settings is better, by how much, and how sure that is."""
+"""Word the verdict on several settings: which is better, by how much, and how sure that is."""
 
 import json
 import math
@@ -32,7 +32,7 @@ from mingpt_ddp.study.results.runs import RunRecord, by_objective, read_jobs
 from mingpt_ddp.study.results.stats.sequential import Decision
 from mingpt_ddp.study.results.stats.significance import PAIRED, SEQUENTIAL, Difference
 
-MOST_DECIMALS = 8
+MAX_DECIMALS = 8
 
 
 def verdict(
@@ -43,8 +43,8 @@ def verdict(
     Args:
         directories: Runs, or parents of runs one or two levels below.
         as_json: Return JSON instead of text.
-        metric: As for `read_jobs`.
-        accept_code: Group results together although different code of the user has trained them.
+        metric: The objective (see `read_jobs`).
+        accept_code: Group results together even if the user's code has changed between them.
 
     Raises:
         RunError: A directory holds no run, no run has the metric, or there is only one setting.
@@ -54,7 +54,8 @@ def verdict(
     settings = settings_of(groups, directories)
     if len(settings) < 2:
         raise RunError(
-            "there is one setting to compare; name runs that differ in more than run.seed"
+            "there is only one setting, so nothing to compare; name runs that differ in more than "
+            "run.seed"
         )
     comparisons = compare(settings)
     pairs = _tests(settings, comparisons)
@@ -66,17 +67,17 @@ def verdict(
         return json.dumps(document, indent=1, allow_nan=False)
     if not comparisons:
         notes = [f"note: {note}" for note in _diverged(settings)]
-        return printable("\n".join([*notes, nothing(settings)]))
+        return printable("\n".join([*notes, _no_verdict(settings)]))
     return to_text(jobs, settings, notes, map(sentence, comparisons))
 
 
 def to_text(
     jobs: list[RunRecord], settings: list[Setting], notes: list[str], conclusions: Iterable[str]
 ) -> str:
-    """Return a comparison as text.
+    """Format a comparison as text: the table of settings, notes, and verdicts.
 
     Args:
-        conclusions: The verdicts, one sentence each.
+        conclusions: One sentence for each verdict.
     """
     lines = [f"compared by {_objective(jobs)}", *_table(settings)]
     lines += [f"note: {note}" for note in notes]
@@ -85,18 +86,23 @@ def to_text(
 
 
 def sentences(groups: list[Group], directories: list[Path], most: int) -> list[str]:
-    """Compare the best setting with each other one, in sentences. Return [] for one setting.
+    """Compare the best setting with each other setting. Return the verdicts as sentences.
 
     Args:
-        groups: As `replicates` returns them.
-        most: Number of comparisons that get a sentence. A last line says how to see the others.
+        groups: Groups as `replicates` returns them.
+        directories: Directories from the command line.
+        most: Largest number of comparisons that get a sentence. If there are more, a last line
+            has the command that shows all.
+
+    Returns:
+        An empty list if there is only one setting.
     """
     settings = settings_of(groups, directories)
     if len(settings) < 2:
         return []
     comparisons = compare(settings)
     if not comparisons:
-        return [nothing(settings)]
+        return [_no_verdict(settings)]
     conclusions = [sentence(comparison) for comparison in comparisons[:most]]
     if len(comparisons) > most:
         command = compare_command(directories, groups[0].ranked_by)
@@ -108,19 +114,19 @@ def sentences(groups: list[Group], directories: list[Path], most: int) -> list[s
     ]
 
 
-def nothing(settings: list[Setting]) -> str:
-    """Explain that nothing can be said about settings without replicates, and what to do."""
-    if all(setting.complete == 1 and not setting.diverged for setting in settings):
+def _no_verdict(settings: list[Setting]) -> str:
+    """Explain why nothing can be said about settings without replicates, and what to do."""
+    if all(setting.n_complete == 1 and not setting.diverged for setting in settings):
         why = "each setting has one seed, which says nothing about chance"
     else:
         why = "no setting has two complete seeds"
         if any(setting.diverged for setting in settings):
-            why += " and no diverged one"
+            why += " without a diverged seed"
     return f"nothing can be said: {why}; {MORE_SEEDS}"
 
 
 def sentence(comparison: Comparison) -> str:
-    """Return the verdict of a comparison as a sentence."""
+    """Word the verdict of a comparison as a sentence."""
     if comparison.sequential is not None:
         return _sequential_sentence(comparison, comparison.sequential)
     difference = comparison.difference
@@ -137,7 +143,7 @@ def sentence(comparison: Comparison) -> str:
 
 
 def _sequential_sentence(comparison: Comparison, verdict: SequentialVerdict) -> str:
-    """Return the verdict of a comparison with until=decided as a sentence."""
+    """Word the verdict of a comparison with until=decided as a sentence."""
     first, second = comparison.in_order
     difference = comparison.difference
     amount = f"{verdict.pairs} of {verdict.planned} pairs of seeds"
@@ -155,9 +161,9 @@ def _sequential_sentence(comparison: Comparison, verdict: SequentialVerdict) -> 
 
 
 def _amount(difference: Difference, p: float) -> str:
-    """Return `0.314 ± 0.052 (95% interval 0.262 to 0.366, 3 paired seeds, p = 0.002)`."""
+    """Format as `0.314 ± 0.052 (95% interval 0.262 to 0.366, 3 paired seeds, p = 0.002)`."""
     half = (difference.high - difference.low) / 2
-    decimals = min(max(1 - math.floor(math.log10(half)), 0), MOST_DECIMALS)
+    decimals = min(max(1 - math.floor(math.log10(half)), 0), MAX_DECIMALS)
     mean, half_width, low, high = (
         fixed(value, f".{decimals}f")
         for value in (difference.difference, half, difference.low, difference.high)
@@ -175,6 +181,7 @@ def _amount(difference: Difference, p: float) -> str:
 
 
 def _objective(jobs: list[RunRecord]) -> str:
+    """Describe the number by which jobs are compared."""
     objective = jobs[0].ranked_by
     if objective is LOSS and all(is_text(job.config) for job in jobs):
         return f"{objective.title}, in nats per token"
@@ -182,15 +189,15 @@ def _objective(jobs: list[RunRecord]) -> str:
 
 
 def notes_on(settings: list[Setting], comparisons: list[Comparison], pairs: int) -> list[str]:
-    """Return notes on the comparison: pooled and unfinished jobs, the order, the correction."""
+    """Collect notes on a comparison: grouped and unfinished jobs, the order, corrections of p."""
     jobs = [job for setting in settings for job in setting.jobs]
     notes = minutes_notes(settings) + pooling_notes(replicates(jobs))
     for job in jobs:
         notes += job.notes
     for setting in settings:
-        if setting.unfinished:
-            jobs_left_out = counted(setting.unfinished, "job")
-            notes.append(f"{jobs_left_out} of {setting.label} not counted: not complete")
+        if setting.n_unfinished:
+            jobs_left_out = counted(setting.n_unfinished, "job")
+            notes.append(f"not counted, because not complete: {jobs_left_out} of {setting.label}")
     return (
         notes
         + _diverged(settings)
@@ -204,7 +211,7 @@ def _diverged(settings: list[Setting]) -> list[str]:
 
 
 def _order_notes(settings: list[Setting], comparisons: list[Comparison]) -> list[str]:
-    """Return a note for each verdict that contradicts the table's order or the best setting."""
+    """Explain each verdict that contradicts the order of the table or the best setting."""
     notes = []
     best = best_group(settings)
     for comparison in comparisons:
@@ -225,28 +232,31 @@ def _order_notes(settings: list[Setting], comparisons: list[Comparison]) -> list
 
 
 def _tests(settings: list[Setting], comparisons: list[Comparison]) -> int:
-    """Return the number of tests for which the p-values are corrected."""
+    """Return the number of tests that the p-values are corrected for."""
     if comparisons and (first := comparisons[0].sequential):
         return first.comparisons
     return pairs_of(settings)
 
 
 def _correction(comparisons: list[Comparison], pairs: int) -> list[str]:
-    """Return a note on the p-values of several comparisons."""
+    """Explain how the p-values of several comparisons are corrected."""
     if comparisons and comparisons[0].sequential:
-        text = "until=decided: the test is sequential, so that stopping when it is decided is fair"
+        text = "until=decided: the test is sequential, so it is valid to stop once it is decided"
         if pairs > 1:
-            text += f"; p and intervals are corrected for {pairs} comparisons with the first"
+            text += (
+                f"; p and intervals are corrected for {pairs} comparisons with the first setting"
+            )
         return [text]
     if pairs < 2:
         return []
     return [
-        f"p is corrected for all {pairs} pairs of settings (Holm); each interval is that of "
-        "its comparison alone"
+        f"p is corrected for all {pairs} pairs of settings (Holm), but the intervals are not "
+        "corrected"
     ]
 
 
 def _table(settings: list[Setting]) -> list[str]:
+    """Format the table of settings as lines."""
     minutes = [fixed(setting.minutes, ".3g") for setting in settings]
     has_minutes = any(setting.minutes is not None for setting in settings)
     time = ["minutes"] if has_minutes else []
@@ -268,15 +278,16 @@ def to_numbers(
     notes: list[str],
     pairs: int,
 ) -> dict[str, Any]:
-    """Return the comparison as JSON values."""
+    """Convert a comparison to JSON values."""
     listed = []
     for setting in settings:
         codes = sorted({job.code for job in setting.jobs if job.code})
         more: dict[str, Any] = {"by_seed": setting.by_seed, "diverged": setting.diverged}
-        more |= {"unfinished": setting.unfinished, "codes": codes, "minutes": setting.minutes}
+        more |= {"unfinished": setting.n_unfinished, "codes": codes, "minutes": setting.minutes}
         listed.append({"name": setting.label, **asdict(setting.estimate), **more})
     best = best_group(settings) if comparisons else None
-    if any(each.worse is best for each in comparisons):  # over more seeds than all settings have
+    # The best setting over the shared seeds may be worse over more seeds. Then none is the best.
+    if any(each.worse is best for each in comparisons):
         best = None
     return {
         "objective": jobs[0].ranked_by.series,
@@ -285,7 +296,7 @@ def to_numbers(
         "settings": listed,
         "comparisons": [_comparison_numbers(comparison) for comparison in comparisons],
         "pairs_corrected_for": pairs,
-        "notes": notes if comparisons else [*notes, nothing(settings)],
+        "notes": notes if comparisons else [*notes, _no_verdict(settings)],
     }
 
 

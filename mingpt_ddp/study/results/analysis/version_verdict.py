@@ -1,4 +1,4 @@
-"""Say of versions of the code whether each is better, faster, or the same as the first."""
+"""Compare versions of the code with the first version: loss, speed, and the bits of weights."""
 
 import math
 import statistics
@@ -18,27 +18,28 @@ SAME = "the same bits"
 
 
 @dataclass(frozen=True)
-class Against:
-    """A version against the first one."""
+class VersionVerdict:
+    """The verdict on a version of the code, which is compared with the first version."""
 
     first: Setting
     other: Setting
     comparison: Comparison
-    bits: dict[str, str]  # by seed: the same, or from which step on they are others
+    bits: dict[str, str]  # for each seed, SAME or a description of the difference
 
     @property
     def is_equal(self) -> bool:
-        """Whether each seed of the other version has the same loss in both, to the last bit."""
+        """True if each seed has the same loss in both versions, to the last bit."""
         theirs = self.other.by_seed
         return bool(theirs) and theirs.items() <= self.first.by_seed.items()
 
     @property
     def has_same_bits(self) -> bool:
+        """True if each seed has ended with the same bits in both versions."""
         return {*self.bits.values()} == {SAME}
 
     @property
     def is_worse(self) -> bool:
-        """Whether it is worse by more than chance, or nothing can be said."""
+        """True if the other version is worse by more than chance, or if nothing can be said."""
         if self.is_equal:
             return False
         comparison = self.comparison
@@ -47,27 +48,36 @@ class Against:
 
     @property
     def sentences(self) -> list[str]:
-        """Say whether it is better, faster and the same."""
+        """Verdicts on the loss, the speed and the bits of the other version."""
         names = f"{self.other.label} against {self.first.label}"
         quality = sentence(self.comparison)
         if self.is_equal:
             quality = f"{names}: the same {self.first.ranked_by.title} at each seed"
         seeds = grouped(self.bits, self.bits.__getitem__)
         bits = "; ".join(f"{verdict} with seed {', '.join(seeds[verdict])}" for verdict in seeds)
-        speeds = f"a step {_shown(self.speed(_step_ms))}, the whole {_shown(self.speed(_seconds))}"
+        speeds = (
+            f"a step {_shown(self.speed(_step_ms))}, the whole run {_shown(self.speed(_seconds))}"
+        )
         said = [quality, f"{names}, speed: {speeds}"]
         return [*said, f"{names}: {bits}"] if bits else said
 
     def numbers(self) -> dict[str, Any]:
-        """Return speeds and bits as JSON's types."""
+        """Convert the verdict to JSON values."""
         speeds = {"step": self.speed(_step_ms), "whole": self.speed(_seconds)}
         said = "; ".join(self.sentences)
         return {"version": self.other.label, "speed": speeds, "bits": self.bits, "sentence": said}
 
     def speed(self, time: Callable[[RunRecord], float | None]) -> list[float] | None:
-        """Return the speed over that of the first, and its interval; None if it is unknown.
+        """Divide the speed of the other version by the speed of the first version.
 
-        It is a geometric mean over the seeds: speeds of 2 and 1/2 are as far from 1.
+        The mean over seeds is geometric, because ratios of 2 and 1/2 are equally far from 1.
+
+        Args:
+            time: Measures the time of a job. Returns None if the job has no such measurement.
+
+        Returns:
+            The mean ratio, and the lower and upper end of its 95% interval. None if fewer than two
+            seeds have times in both versions.
         """
         ours = means_by_seed(self.first.jobs, time)
         theirs = means_by_seed(self.other.jobs, time)
@@ -81,11 +91,15 @@ class Against:
 
 def version_verdict(
     settings: list[Setting], digests: Mapping[Path, str]
-) -> tuple[list[Against], dict[str, Any], str]:
-    """Compare versions with the first; return what is found, for JSON and as text.
+) -> tuple[list[VersionVerdict], dict[str, Any], str]:
+    """Compare versions of the code with the first version.
 
     Args:
-        digests: of weights and optimizer at the end, by run directory.
+        settings: The versions. Each has the jobs of all its seeds.
+        digests: Digests of the final weights and optimizer state, by run directory.
+
+    Returns:
+        The verdict on each version but the first, the comparison as JSON values, and as text.
     """
     first, *others = settings
     jobs = [job for setting in settings for job in setting.jobs]
@@ -100,7 +114,7 @@ def version_verdict(
             and job.directory in digests
             and ours[seed].directory in digests
         }
-        verdicts.append(Against(first, other, comparison, bits))
+        verdicts.append(VersionVerdict(first, other, comparison, bits))
     notes = comparison_notes(jobs, are_versions=True)
     notes += notes_on(settings, comparisons, len(others))
     document = to_numbers(jobs, settings, comparisons, notes, len(others))
@@ -111,17 +125,18 @@ def version_verdict(
 
 
 def _step_ms(job: RunRecord) -> float | None:
-    """Return the median over the log steps."""
+    """Return the median time of a step over the log steps, in milliseconds."""
     values = job.history.values("step_ms")
     return statistics.median(values) if values else None
 
 
 def _seconds(job: RunRecord) -> float | None:
+    """Return the time of the whole run in seconds."""
     return number(job.result.get("wall_seconds"))
 
 
 def _shown(speed: list[float] | None) -> str:
-    """Return `0.970 times (95% interval 0.963 to 0.977: slower)`."""
+    """Format a ratio of speeds: `0.970 times (95% interval 0.963 to 0.977: slower)`."""
     if speed is None:
         return "unknown"
     mean, low, high = speed
@@ -130,14 +145,18 @@ def _shown(speed: list[float] | None) -> str:
 
 
 def _bits(one: RunRecord, other: RunRecord, digests: Mapping[Path, str]) -> str:
-    """Return whether two jobs end with the same bits, and where losses that both have differ."""
+    """Describe whether two jobs end with the same bits.
+
+    If the bits differ, name the first step with a different training loss. If the lengths of the
+    runs differ, name both.
+    """
     if digests[one.directory] == digests[other.directory]:
         return SAME
     theirs = dict(other.history.series("train_loss"))
     lengths = ""
     if other.step != one.step:
-        lengths = f", other lengths ({other.step} steps against {one.step})"
+        lengths = f", different lengths ({other.step} steps against {one.step})"
     for step, loss in one.history.series("train_loss"):
         if theirs.get(step, loss) != loss:
-            return f"other bits, seen from step {step} on{lengths}"
-    return f"other bits{lengths}"
+            return f"different bits, first seen at step {step}{lengths}"
+    return f"different bits{lengths}"

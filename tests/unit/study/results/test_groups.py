@@ -84,7 +84,7 @@ def test_a_repeated_seed_counts_once(tmp_path):
     for name, seed, loss in (("a", 1, 1.0), ("a-2", 1, 1.2), ("b", 2, 3.0)):
         fake_run(tmp_path / name, {"run.seed": seed}, val_loss=loss)
     (group,) = groups_in(tmp_path)
-    assert (len(group.jobs), group.seeds, group.estimate.n) == (3, 2, 2)
+    assert (len(group.jobs), group.n_seeds, group.estimate.n) == (3, 2, 2)
     assert group.estimate.mean == pytest.approx(2.05)
     assert group.name == "a", "directories of no pattern are named by the first"
     assert not has_replicates(replicates(group.jobs[:2]))
@@ -96,8 +96,8 @@ def test_incomplete_jobs_are_not_in_the_mean(tmp_path):
     seeds(tmp_path, 0.2, [1.0, 1.0], status="running")
     seeds(tmp_path, 0.3, [None], status=None)
     done, going, nothing = groups_in(tmp_path)
-    assert (done.complete, len(done.jobs), done.objective) == (2, 3, pytest.approx(2.1))
-    assert (going.complete, going.estimate, going.value) == (0, Estimate(), pytest.approx(1.0))
+    assert (done.n_complete, len(done.jobs), done.objective) == (2, 3, pytest.approx(2.1))
+    assert (going.n_complete, going.estimate, going.value) == (0, Estimate(), pytest.approx(1.0))
     assert (nothing.value, nothing.latest) == (None, Estimate())
 
 

@@ -42,7 +42,7 @@ def test_the_same_code_is_neither_better_nor_faster(tmp_path):
     speed = "times (95% interval 1.000 to 1.000: no difference shown)"
     assert lines[-3:] == [
         "b against a: the same validation loss at each seed",
-        f"b against a, speed: a step 1.000 {speed}, the whole 1.000 {speed}",
+        f"b against a, speed: a step 1.000 {speed}, the whole run 1.000 {speed}",
         "b against a: the same bits with seed 1, 2, 3",
     ]
     assert found.has_same_bits and not found.is_worse
@@ -56,8 +56,8 @@ def test_a_version_with_a_higher_loss_is_worse_and_slower(tmp_path):
     b = setting(tmp_path / "b", [1.2, 2.21, 3.19], step_ms=10.3)
     (found,), _, (*_, better, speed, bits) = judge(a, b)
     assert better.startswith("a is better than b by 0.200 ± 0.025 (95% interval 0.175 to 0.225")
-    assert "a step 0.971 times (95% interval 0.971 to 0.971: slower), the whole 1.000" in speed
-    assert bits == "b against a: other bits, seen from step 5 on with seed 1, 2, 3"
+    assert "a step 0.971 times (95% interval 0.971 to 0.971: slower), the whole run 1.000" in speed
+    assert bits == "b against a: different bits, first seen at step 5 with seed 1, 2, 3"
     assert found.is_worse and not found.has_same_bits
     (found,), document, (*_, better, speed, _) = judge(b, a)
     assert "a is better than b by 0.200" in better and not found.is_worse
@@ -68,7 +68,7 @@ def test_a_version_with_a_higher_loss_is_worse_and_slower(tmp_path):
 def test_of_other_lengths_no_step_is_said_to_differ_beyond_the_shorter(tmp_path):
     a = setting(tmp_path / "a", LOSSES[:1])
     b = setting(tmp_path / "b", LOSSES[:1], last=104)
-    line = "b against a: other bits, other lengths (104 steps against 108) with seed 1"
+    line = "b against a: different bits, different lengths (104 steps against 108) with seed 1"
     assert judge(a, b)[2][-1] == line
     (found,), _, lines = judge(a, b, same=True)
     assert found.has_same_bits and "a step unknown" in lines[-2], "one seed is enough for bits"
@@ -99,7 +99,7 @@ def test_bits_and_speed_are_compared_where_both_have_recorded_some(tmp_path):
     file.write_text(re.sub('"step_ms": [0-9.]+', '"step_ms": 0.0', file.read_text()))
     b = Setting(read_jobs([tmp_path / "b"]), b.config, "b")
     (found,), document, _ = judge(a, b)
-    assert {*found.bits.values()} == {"other bits"}
+    assert {*found.bits.values()} == {"different bits"}
     assert document["comparisons"][0]["speed"]["step"] == pytest.approx([1.0] * 3)
 
 

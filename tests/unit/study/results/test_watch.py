@@ -93,9 +93,9 @@ def test_ctrl_c_ends_it_with_the_table(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["watch"], "watch needs directories; name runs, or the directory of a sweep"),
-        (["a", "watch", "compare"], "watch and compare do not go together; give one of them"),
-        (["compare"], "compare needs directories; name runs, or the directory of a sweep"),
+        (["watch"], "watch needs a directory; name a run or the directory of a sweep"),
+        (["a", "watch", "compare"], "watch and compare cannot be combined; choose one of them"),
+        (["compare"], "compare needs a directory; name a run or the directory of a sweep"),
         (["a", "watch", "format=json"], "watch writes a page; leave out format=json"),
     ],
     ids=str,
