@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from mingpt_ddp.config.job import Outcome, Reporter, RunStatus
 from mingpt_ddp.errors import (
     LONGEST_LINE,
-    MAY_PASS,
+    TRANSIENT_ERRORS,
     ChangedTextError,
     ConfigError,
     JoinError,
@@ -232,7 +232,7 @@ def exit_with(outcome: Outcome, prints: bool = True) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this process ends by itself
     if isinstance(error, JoinError):
         kill_stopped_siblings(env)
-    if isinstance(error, MAY_PASS):
+    if isinstance(error, TRANSIENT_ERRORS):
         is_on_all_ranks = isinstance(error, StorageUnavailableError)
         shown = env.call_on_rank_zero(lambda: error) if is_on_all_ranks else error
         exit_process(shown, EX_TEMPFAIL if env.has_agent else USER_ERROR, prints)

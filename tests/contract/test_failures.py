@@ -306,7 +306,7 @@ CASES = [
         MAIN,
         "run.seed=1,2",
         2,
-        r"config error: run\.seed=1,2 has several values; a sweep trains a job with each \(-m.*",
+        r"config error: run\.seed=1,2 has several values; a sweep trains a job with each value \(-m.*",
     ),
     # Other commands
     Case(

@@ -159,7 +159,7 @@ def test_a_sweep_over_the_loop_as_the_page_says(tmp_path):
     assert rows[0]["val_loss"] < rows[1]["val_loss"]
     text = succeed(tool("report", str(sweep)), tmp_path)
     best = Path(rows[0]["directory"])
-    line = re.search(rf"its own loop is in {best}/script.py, run with (.*)", text)
+    line = re.search(rf"trained by the script {best}/script.py, run with (.*)", text)
     assert line is not None, text
     lr = f"optimizer.lr={rows[0]['optimizer.lr']}"
     typed = {word.partition("=")[0]: word for word in [*words, lr, f"run.name=rates/{best.name}"]}
@@ -261,8 +261,8 @@ def test_words_without_an_effect_are_refused(tmp_path):
     assert "trainer.max_steps=5 has no effect, because fixed.py does not read its command l" in line
     command = [*launcher(1), str(with_resolve(small(tmp_path)))]
     for words, told in {
-        "trainer.eval_every=5": "trainer.eval_every is for the loop of main.py, and own.py does",
-        "-m trainer.log_every=5,6": "trainer.log_every is for the loop of main.py, and own.py does",
+        "trainer.eval_every=5": "trainer.eval_every is a key for the training loop of main.py",
+        "-m trainer.log_every=5,6": "trainer.log_every is a key for the training loop of main.py",
         "ddp.nproc_per_node=2": "ddp.nproc_per_node=2 is for main.py and for sweeps; start a",
         "model.n_head=5": "must be divisible by model.n_head=5",
         "-m sweep.parallel=2 run.seed=1,2": "runs its jobs one after another on this machine",

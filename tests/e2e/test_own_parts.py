@@ -59,7 +59,7 @@ def test_an_attention_of_a_user_is_killed_and_resumed_sampled_and_exported(proje
     export = ["-m", "mingpt_ddp", "snapshots", "export", str(run), f"to={project}/exported"]
     done = command(project, *export, "format=hf")
     assert done.returncode == 2
-    assert "model.attention=alibi has no form that transformers loads; use" in done.stdout
+    assert "model.attention=alibi cannot be exported for transformers; use" in done.stdout
     assert not (project / "exported").exists()
     assert command(project, *export).returncode == 0, "as safetensors, without running the code"
 

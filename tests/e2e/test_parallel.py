@@ -256,7 +256,7 @@ def test_no_job_starts_after_too_many_failures(tmp_path):
     assert f"\njob 6: {reason}" in text
     label = "model.n_embd=24, run.seed=1, model.n_head=16"
     assert failures(tmp_path / SWEEP) == [[label, reason]]
-    assert "no other job starts: 1 failed, sweep.max_failures=0" in text
+    assert "no other job starts, because 1 failed (sweep.max_failures=0)" in text
     assert f"job error: 1 of 6 failed: {label}; 2 have not started;" in text
     assert "Traceback" not in text
 

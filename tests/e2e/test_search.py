@@ -196,7 +196,7 @@ def test_a_failed_trial_stays_failed(tmp_path):
     failed = count["FAIL"]
     assert f"sweep: 4 jobs, 0 already complete, {failed} failed" in text
     assert text.count("\ntraining error: ") == failed
-    assert "they do not start again; raise sweep.trials for other values" in text
+    assert "failed trials do not start again; raise sweep.trials to try other values" in text
     assert "Traceback" not in text
 
     again = fail(command, tmp_path)
@@ -221,7 +221,7 @@ def test_a_search_whose_trials_all_fail(tmp_path):
     )
     text = fail(command, tmp_path)
     assert "sweep: 2 jobs, 0 already complete, 2 failed" in text
-    assert "\nno other job starts: 2 failed, sweep.max_failures=1\n" in text
+    assert "\nno other job starts, because 2 failed (sweep.max_failures=1)\n" in text
     assert "2 have not started" in text
     assert "config error" not in text
     done = call([*command, "sweep.max_failures=null"], tmp_path)

@@ -67,7 +67,7 @@ class Strategy:
         self.all_reduce_s = 0.0  # seconds that the latest step has waited for its all-reduces
         self._shares: dict[str, Tensor] = {}  # sums of this rank's losses and metrics in the step
         self.clock = StepClock(device)
-        # the first pass compiles, the second one records CUDA graphs
+        # With compilation, the first pass compiles and the second one records CUDA graphs.
         self.warmup_passes = WARMUP_PASSES + 1 if compiles else 0
 
     def check_start(self, micro_batch_size: int, recorded: Mapping[str, Any] | None) -> None:

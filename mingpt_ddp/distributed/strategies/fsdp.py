@@ -126,7 +126,7 @@ class FSDPStrategy(Strategy):
         blocks = getattr(model, "blocks", None)
         try:
             for module in list(model.modules()):
-                # batch normalization computes in fp32, like its running statistics
+                # Batch normalization computes in fp32, the type of its running statistics.
                 if half and hasattr(module, "running_mean"):
                     shard(module)
             if isinstance(blocks, nn.ModuleList):
@@ -153,7 +153,8 @@ class FSDPStrategy(Strategy):
 
     def watch_gradients(self, model: nn.Module, take: Callable[[str, Tensor], None]) -> None:
         """Watch the gathered parameters, which a module has only while it computes."""
-        # By id. Torch gathers into the same parameter in every pass, so each is watched once.
+        # Gathered parameters by id. Torch uses the same parameter in every pass, so each is watched
+        # only once.
         watched: dict[int, nn.Parameter] = {}
 
         def watch_gathered(prefix: str, module: nn.Module, inputs: Any) -> None:

@@ -205,8 +205,14 @@ SPECIAL = [
         "config error: tracker=trackio is not installed; pip install 'mingpt_ddp[trackio]'",
         marks=needs_no_trackio,
     ),
-    (f"run.root=a/{'x' * 256}", "config error: run.root has a name of more than 255 bytes"),
-    (f"data.cache_dir={'x' * 256}", "config error: data.cache_dir has a name of more than 255"),
+    (
+        f"run.root=a/{'x' * 256}",
+        "config error: run.root has a directory name of more than 255 bytes",
+    ),
+    (
+        f"data.cache_dir={'x' * 256}",
+        "config error: data.cache_dir has a directory name of more than 255",
+    ),
     (
         f"data.path={'[' * 2000}{']' * 2000}",
         "config error: cannot read the command line or a configuration file (RecursionError: ",
@@ -271,7 +277,7 @@ SWEEPS = [
     ),
     (
         "-m hydra.job.chdir=true run.seed=1,2",
-        "config error: hydra.job.chdir=true would move the jobs",
+        "config error: hydra.job.chdir=true would start the jobs",
     ),
     (
         "-m hydra.sweep.dir=jobs run.seed=1,2",
@@ -382,7 +388,7 @@ URLS_WITH_SECRETS = [
 @pytest.mark.parametrize(("key", "url"), URLS_WITH_SECRETS)
 def test_credentials_are_refused_and_not_printed(key, url, program, cwd):
     outcome = program([f"{key}={url}"], cwd)
-    check(outcome, f"config error: {key} holds credentials")
+    check(outcome, f"config error: {key} contains credentials")
     assert "hunter2" not in outcome.text
 
 

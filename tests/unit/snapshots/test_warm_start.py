@@ -28,7 +28,7 @@ from mingpt_ddp.models.gpt import GPT
 from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.snapshots.read.initial_weights import read_initial_weights
 from mingpt_ddp.snapshots.read.load_model import load_model
-from mingpt_ddp.snapshots.transformers_format.model_files import NAMES
+from mingpt_ddp.snapshots.transformers_format.model_files import OUR_NAMES
 from mingpt_ddp.storage.run_directory import read_result
 from mingpt_ddp.training.run import train_run
 
@@ -121,7 +121,7 @@ def write_gpt2(directory: Path, model: GPT, **changed: Any) -> dict[str, Tensor]
     embedding it is.
     """
     config = model.config
-    their_names = {ours: theirs for theirs, ours in NAMES.items()}
+    their_names = {ours: theirs for theirs, ours in OUR_NAMES.items()}
     tensors = {}
     for name, tensor in model.state_dict().items():
         module, _, kind = name.rpartition(".")
@@ -467,7 +467,8 @@ def test_a_tokenizer_of_words_is_refused(texts, tmp_path):
             json.dumps({"model": model, "pre_tokenizer": {"type": "x"}})
         )
         with pytest.raises(
-            SnapshotError, match=r"cannot be used: (tokenizer.json has words|it does not decode)"
+            SnapshotError,
+            match=r"cannot be used: (the tokens in tokenizer.json are words|it does not decode)",
         ):
             read_initial_weights(str(tmp_path / "gpt2"))
 
@@ -492,13 +493,13 @@ def test_a_gpt2_without_transformers(texts, tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model_type": "llama"}, "model_type is llama, not gpt2"),
+        ({"model_type": "llama"}, "model_type is llama, but must be gpt2"),
         (
             {"activation_function": "relu"},
-            "activation_function is relu, not gelu_new or gelu_pytorch_tanh or gelu",
+            "activation_function is relu, but must be gelu_new or gelu_pytorch_tanh or gelu",
         ),
-        ({"n_inner": 5}, "n_inner is 5, not 4 n_embd = 48"),
-        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon is 1e-06, not 1e-05"),
+        ({"n_inner": 5}, "n_inner is 5, but must be 4 n_embd = 48"),
+        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon is 1e-06, but must be 1e-05"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings is False, not True"),
         (
             {"scale_attn_by_inverse_layer_idx": True},
