@@ -171,7 +171,7 @@ def _lock(directory: Path) -> IO[str]:
 
 
 def _train(jobs: dict[str, list[VersionRun]], comparison: SequentialComparison | None) -> None:
-    """Train the incomplete jobs, seed by seed. The order of versions alternates: A B, B A, A B.
+    """Train the incomplete jobs seed by seed, and alternate the order of versions: A B, B A, A B.
 
     Args:
         jobs: The jobs of each version, one for each seed, by the label of the version.
