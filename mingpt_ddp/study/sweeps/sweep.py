@@ -24,7 +24,7 @@ from mingpt_ddp.study.results.objective import objective_named
 from mingpt_ddp.study.sweeps.ended_jobs import JobRecords
 from mingpt_ddp.study.sweeps.sources import Source
 from mingpt_ddp.study.sweeps.until_decided import NeededJobs
-from mingpt_ddp.training.run_job import Known, Records
+from mingpt_ddp.training.run_job import JobRecord, Records
 
 if TYPE_CHECKING:
     from mingpt_ddp.study.sweeps.search.study import Study
@@ -175,7 +175,7 @@ class Sweep(Records):
             return max(1, self.needed_jobs.n_needed_settings(self.failed))
         return int(self.settings.parallel)
 
-    def look_up(self, job: Job) -> Known:
+    def look_up(self, job: Job) -> JobRecord:
         """Return earlier results of a job. If there are none, log that the job starts."""
         assert job.place is not None
         number = job.number
