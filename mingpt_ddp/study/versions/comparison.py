@@ -190,7 +190,7 @@ def _train(jobs: dict[str, list[VersionRun]], comparison: SequentialComparison |
     rounds = zip(*jobs.values(), strict=True)
     for i, jobs_of_seed in enumerate(rounds):
         for label, job in [*zip(jobs, jobs_of_seed, strict=True)][:: -1 if i % 2 else 1]:
-            if comparison is not None and not comparison.is_needed(label, stopped):
+            if comparison is not None and not comparison.needs_more_seeds(label, stopped):
                 continue
             n_jobs += 1
             try:
@@ -262,7 +262,7 @@ def _with_same_bits(
         The labels of these versions.
     """
     first = comparison.record.reference
-    labels = [label for label in jobs if comparison.is_needed(label)]
+    labels = [label for label in jobs if comparison.needs_more_seeds(label)]
     digests = _digests({label: jobs[label][:MIN_PAIRS] for label in labels})
 
     def bits(label: str) -> list[str | None]:
