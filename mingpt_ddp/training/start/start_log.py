@@ -110,8 +110,8 @@ def full_metrics_warning(log_every: int, steps: int) -> str | None:
     if steps <= most:
         return None
     return (
-        f"{METRICS} will be full at about step {most}: at most {MAX_BYTES:,} bytes are read; raise "
-        "trainer.log_every"
+        f"{METRICS} will be full at about step {most}, since it is limited to {MAX_BYTES:,} bytes; "
+        "raise trainer.log_every"
     )
 
 
