@@ -211,7 +211,7 @@ def test_a_directory_belongs_to_one_loop(tmp_path):
 
     first.write_text(first.read_text() + "# another line\n")
     text = succeed([*python, str(first)], tmp_path)
-    assert "the run is complete: this is the result of first.py as it was; another run.name" in text
+    assert "the run is complete; it was trained before these files were edited: first.py; " in text
     succeed([*main, "run.name=by_main"], tmp_path)
     first.write_text(first.read_text().replace('"example"', '"by_main"'))
     line = error_line(fail([*python, str(first)], tmp_path), "config error: ")

@@ -38,7 +38,7 @@ DATA_KEYS = tuple(f"data.{key}" for key in TEXT_KEYS)
 # Keys that determine the number and length of the windows on which the loss is measured.
 EVALUATION_KEYS = ("trainer.eval_steps", "trainer.batch_size", "data.block_size")
 MINUTES = "trainer.max_minutes"
-EQUAL_MINUTES = 1.05  # a warning follows if the minutes of settings differ by a larger factor
+EQUAL_MINUTES = 1.05  # warn if the training times of settings differ by a larger factor
 TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size")
 
 
@@ -189,9 +189,8 @@ def _cut(keys: list[str]) -> str:
 
 def _different_data(jobs: list[RunRecord]) -> list[str]:
     """List the keys that show that the jobs were measured on different data."""
-    if kinds := _differing(
-        jobs, ("data.dataset",)
-    ):  # the other keys differ between datasets anyway
+    # Different datasets have different keys, so the other keys say nothing more.
+    if kinds := _differing(jobs, ("data.dataset",)):
         return kinds
     keys = {*_differing(jobs, DATA_KEYS)}
     texts = {text_of(job) for job in jobs}

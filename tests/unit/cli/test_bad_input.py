@@ -277,7 +277,7 @@ SWEEPS = [
     ),
     (
         "-m hydra.job.chdir=true run.seed=1,2",
-        "config error: hydra.job.chdir=true would move the jobs",
+        "config error: hydra.job.chdir=true would start the jobs",
     ),
     (
         "-m hydra.sweep.dir=jobs run.seed=1,2",

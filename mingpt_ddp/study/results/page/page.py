@@ -83,9 +83,8 @@ def render_page(title: str, results: Results, reload_s: float = 0) -> str:
         title=printable(escape(title)),
         body=printable(body),
         reload_ms=round(1000 * reload_s),
-        figures=json.dumps(figures.drawn).replace(
-            "<", "\\u003c"
-        ),  # so that no text closes the element
+        # With "<" escaped, no text can close the script element.
+        figures=json.dumps(figures.drawn).replace("<", "\\u003c"),
         plotly=get_plotlyjs(),
         nonce=secrets.token_urlsafe(),
     )

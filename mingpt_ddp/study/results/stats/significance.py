@@ -22,7 +22,7 @@ class Difference:
 
     difference: float
     low: float  # lower end of the 95% interval
-    high: float
+    high: float  # upper end of the 95% interval
     p: float  # chance that equal settings show a difference at least as large (two-sided)
     test: str  # PAIRED, SEQUENTIAL or "Welch"
     seeds: tuple[int, int]  # number of tested seeds of each setting
