@@ -158,7 +158,7 @@ CASES = [
         MAIN,
         "model.n_embd=24",
         2,
-        r"snapshot error: .* model\.n_embd \(48 there, 24 now\); .*",
+        r"snapshot error: .* model\.n_embd \(48 in the snapshot, 24 now\); .*",
         before="model.n_embd=48",
     ),
     Case(

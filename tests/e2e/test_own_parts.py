@@ -47,7 +47,8 @@ def test_an_attention_of_a_user_is_killed_and_resumed_sampled_and_exported(proje
     refused = train(project, *ALIBI[:2], "trainer.max_steps=16")  # another steepness
     assert refused.returncode == 2
     assert (
-        "other settings: model.part_settings ({'steepness': 4} there, None now)" in refused.stdout
+        "other settings: model.part_settings ({'steepness': 4} in the snapshot, None now)"
+        in refused.stdout
     )
     words = [str(ROOT / "sample.py"), str(run), "max_new_tokens=30", "prompt=a"]
     done = command(project, *words, "code=my_parts/mine.py")

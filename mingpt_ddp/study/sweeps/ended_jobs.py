@@ -3,7 +3,7 @@
 from mingpt_ddp.config.config import named_values
 from mingpt_ddp.config.job import Job, existing_name
 from mingpt_ddp.storage.run_directory import (
-    NOT_OF_A_RUN,
+    INVALID_RECORD_ERRORS,
     has_ended,
     read_result,
     recorded_config,
@@ -11,7 +11,7 @@ from mingpt_ddp.storage.run_directory import (
 from mingpt_ddp.storage.yaml_and_json import finite
 from mingpt_ddp.study.results.objective import Objective, objective_named
 from mingpt_ddp.study.sweeps.kept_results import KeptResults
-from mingpt_ddp.training.run_job import Known, Records
+from mingpt_ddp.training.run_job import JobRecord, Records
 
 
 class JobRecords(Records):
@@ -20,12 +20,12 @@ class JobRecords(Records):
     def __init__(self) -> None:
         self.kept_results = KeptResults()
 
-    def look_up(self, job: Job) -> Known:
+    def look_up(self, job: Job) -> JobRecord:
         job = job.with_run(name=existing_name(job))
         value = final_value(job, objective_named(job.config.sweep.metric))
         if value is not None:
             self.kept_results.check(job.directory, job.config)
-        return Known(str(job.config.run.name), value)
+        return JobRecord(str(job.config.run.name), value)
 
     def value_of(self, job: Job) -> float:
         return objective_named(job.config.sweep.metric).value(read_result(job.directory))
@@ -48,5 +48,5 @@ def final_value(job: Job, objective: Objective) -> float | None:
         if named_values(recorded) != named_values(config.to_dict()):
             return None
         return None if finite(result["val_loss"]) is None else objective.value(result)
-    except NOT_OF_A_RUN:
+    except INVALID_RECORD_ERRORS:
         return None

@@ -24,7 +24,7 @@ from mingpt_ddp.study.results.objective import objective_named
 from mingpt_ddp.study.sweeps.ended_jobs import JobRecords
 from mingpt_ddp.study.sweeps.sources import Source
 from mingpt_ddp.study.sweeps.until_decided import NeededJobs
-from mingpt_ddp.training.run_job import Known, Records
+from mingpt_ddp.training.run_job import JobRecord, Records
 
 if TYPE_CHECKING:
     from mingpt_ddp.study.sweeps.search.study import Study
@@ -82,7 +82,7 @@ class Sweep(Records):
 
     @property
     def has_too_many_failures(self) -> bool:
-        """True if more jobs have failed than sweep.max_failures. After that, no other starts."""
+        """True if more than sweep.max_failures jobs have failed. Then no other job starts."""
         most = self.settings.max_failures
         return most is not None and len(self.failed) > most
 
@@ -149,7 +149,7 @@ class Sweep(Records):
         self.n_done_before += 1
 
     def _is_needed(self, number: int) -> bool:
-        """Return True if a job has to run, because its result could change a decision."""
+        """Return True if a job has to run. With sweep.until=decided, not all jobs have to."""
         return self.needed_jobs is None or self.needed_jobs.is_needed(number, self.failed)
 
     def attempts(self, number: int) -> Iterator[None]:
@@ -175,7 +175,7 @@ class Sweep(Records):
             return max(1, self.needed_jobs.n_needed_settings(self.failed))
         return int(self.settings.parallel)
 
-    def look_up(self, job: Job) -> Known:
+    def look_up(self, job: Job) -> JobRecord:
         """Return earlier results of a job. If there are none, log that the job starts."""
         assert job.place is not None
         number = job.number

@@ -273,7 +273,7 @@ def test_a_resume_allows_no_other_source(source, texts, tmp_path):
     ):
         tune(tmp_path, text, tmp_path / "nothing", two_steps)
     sizes = ["model=gpt_nano", "model.n_head=4", *FROZEN]
-    with pytest.raises(SnapshotError, match=r"run.init_sha256 \(\w+ there, None now\)"):
+    with pytest.raises(SnapshotError, match=r"run.init_sha256 \(\w+ in the snapshot, None now\)"):
         train(tmp_path, "run", f"data.path={other}", *sizes, two_steps)
     words = [f"data.path={text}", *sizes, "run.seed=5", f"run.resume={source}"]
     with pytest.raises(
