@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 class JobRecord(NamedTuple):
-    """The knowledge about a job before it runs, as JSON values. Only rank zero looks it up."""
+    """The record of a job before it runs: its name, and the result of an earlier start.
+
+    Rank zero looks it up, and sends it to the other ranks as JSON values.
+    """
 
     name: str  # final run.name of the job
     value: float | None = None  # objective of the job, if it is complete

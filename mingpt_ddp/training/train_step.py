@@ -32,7 +32,7 @@ Measure: TypeAlias = Callable[[MicroBatch, Any], Outputs]
 
 
 class TrainStep:
-    """The optimizer steps of a run, `steps` in total."""
+    """Takes the optimizer steps of a run: passes, clipping and the update."""
 
     def __init__(
         self,
@@ -80,11 +80,12 @@ class TrainStep:
         self.actions = trainable.actions
         self.actions.watch_passes(self.model)
         self._step = 0  # number of the step whose passes ran last
-        self._losses: dict[str, Tensor] = {}  # losses of these passes
+        # This rank's shares of the losses and metrics of that step.
+        self._losses: dict[str, Tensor] = {}
 
     @property
     def steps(self) -> int:
-        """The steps of the whole run."""
+        """The number of steps of the whole run."""
         return self.length.steps
 
     def passes(self, step: int, measure: Measure | None = None) -> dict[str, Tensor]:

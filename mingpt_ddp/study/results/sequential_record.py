@@ -140,7 +140,7 @@ class SequentialComparison:
         self._costs: dict[str, dict[str, float]] = {label: {} for label in rule.settings}
         self._write()
 
-    def is_needed(self, label: str, failed: Collection[str] = ()) -> bool:
+    def needs_more_seeds(self, label: str, failed: Collection[str] = ()) -> bool:
         """Return True if a setting needs more seeds.
 
         The reference needs more seeds as long as another setting does. If a job of the reference

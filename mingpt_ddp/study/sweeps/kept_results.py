@@ -1,4 +1,4 @@
-"""Decide if the results of complete jobs still count, because text and code have not changed."""
+"""Check that results of complete jobs still count: that text and code have not changed."""
 
 import json
 import logging

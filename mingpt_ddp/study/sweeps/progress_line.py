@@ -11,7 +11,7 @@ from mingpt_ddp.study.sweeps.sweep import Sweep
 
 
 class ProgressLine:
-    """A line below the log with the progress of concurrent jobs. Without a terminal, not drawn."""
+    """A line below the log with the progress of concurrent jobs, drawn only on a terminal."""
 
     def __init__(self, sweep: Sweep, running: Sized) -> None:
         """

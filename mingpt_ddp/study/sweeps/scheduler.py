@@ -112,9 +112,7 @@ class Scheduler:
             return await run_on_workers(
                 ready, self._sweep.env, self._sweep, time.monotonic(), self._forwarder, slot
             )
-        except (
-            UserError
-        ) as error:  # for instance, no port for a store, or no objective in the result
+        except UserError as error:  # for instance, the result lacks the objective
             return failed(error)
         finally:
             del self._running[slot]

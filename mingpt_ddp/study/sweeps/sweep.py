@@ -82,7 +82,7 @@ class Sweep(Records):
 
     @property
     def has_too_many_failures(self) -> bool:
-        """True if more jobs have failed than sweep.max_failures. After that, no other starts."""
+        """True if more than sweep.max_failures jobs have failed. Then no other job starts."""
         most = self.settings.max_failures
         return most is not None and len(self.failed) > most
 
@@ -149,7 +149,7 @@ class Sweep(Records):
         self.n_done_before += 1
 
     def _is_needed(self, number: int) -> bool:
-        """Return True if a job has to run, because its result could change a decision."""
+        """Return True if a job has to run. With sweep.until=decided, not all jobs have to."""
         return self.needed_jobs is None or self.needed_jobs.is_needed(number, self.failed)
 
     def attempts(self, number: int) -> Iterator[None]:

@@ -91,7 +91,7 @@ class NeededJobs:
             number: Number of the job.
             failed: Numbers of the failed jobs.
         """
-        return self._comparison.is_needed(self._label(number), {*map(self._label, failed)})
+        return self._comparison.needs_more_seeds(self._label(number), {*map(self._label, failed)})
 
     def n_needed_settings(self, failed: Collection[int]) -> int:
         """Count the settings that still need more seeds."""

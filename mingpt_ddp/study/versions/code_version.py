@@ -147,11 +147,7 @@ def find_commit(name: str) -> str:
         try:
             if commit := ask_git(*words).decode().strip():
                 return commit
-        except (
-            OSError,
-            subprocess.SubprocessError,
-            ValueError,
-        ) as error:  # for instance, git is not installed
+        except (OSError, subprocess.SubprocessError, ValueError) as error:  # no git, for instance
             why = f": {error}"
         with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
             branches = ask_git(*LIST_BRANCHES).decode().split()

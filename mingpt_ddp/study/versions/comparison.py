@@ -171,7 +171,7 @@ def _lock(directory: Path) -> IO[str]:
 
 
 def _train(jobs: dict[str, list[VersionRun]], comparison: SequentialComparison | None) -> None:
-    """Train the incomplete jobs, seed by seed. The order of versions alternates: A B, B A, A B.
+    """Train the incomplete jobs seed by seed, and alternate the order of versions: A B, B A, A B.
 
     Args:
         jobs: The jobs of each version, one for each seed, by the label of the version.
@@ -190,7 +190,7 @@ def _train(jobs: dict[str, list[VersionRun]], comparison: SequentialComparison |
     rounds = zip(*jobs.values(), strict=True)
     for i, jobs_of_seed in enumerate(rounds):
         for label, job in [*zip(jobs, jobs_of_seed, strict=True)][:: -1 if i % 2 else 1]:
-            if comparison is not None and not comparison.is_needed(label, stopped):
+            if comparison is not None and not comparison.needs_more_seeds(label, stopped):
                 continue
             n_jobs += 1
             try:
@@ -262,7 +262,7 @@ def _with_same_bits(
         The labels of these versions.
     """
     first = comparison.record.reference
-    labels = [label for label in jobs if comparison.is_needed(label)]
+    labels = [label for label in jobs if comparison.needs_more_seeds(label)]
     digests = _digests({label: jobs[label][:MIN_PAIRS] for label in labels})
 
     def bits(label: str) -> list[str | None]:

@@ -102,7 +102,7 @@ def describe(distribution: BaseDistribution) -> str:
 def rounded(value: Any, distribution: BaseDistribution) -> Any:
     """Round a drawn float to four significant digits, or to more if the interval is narrow.
 
-    With a step, return the exact decimal number: 0.3 and not 0.30000000000000004 = 0.1 + 2 * 0.1.
+    With a step, return the exact decimal number: 0.3, although 0.1 + 2 * 0.1 is slightly more.
     """
     if not isinstance(distribution, FloatDistribution) or value == 0 or distribution.single():
         return value
