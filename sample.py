@@ -6,7 +6,7 @@ try:
     from mingpt_ddp.cli.commands.sample import main
 except ModuleNotFoundError as error:
     sys.exit(
-        f"error: {error.name} is not installed here; type `make train` once, then `. "
+        f"error: the package {error.name} is not installed here; run `make train` once, then `. "
         ".venv/bin/activate`"
     )
 

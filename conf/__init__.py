@@ -1,7 +1,7 @@
-"""The presets as `pkg://mingpt_ddp.conf`, a search path of other Hydra applications.
+"""The presets, as a package. Other Hydra applications add `pkg://mingpt_ddp.conf` to search paths.
 
-Hydra imports this package when it searches there, which registers the schema that presets begin
-with. In a checkout mingpt_ddp/conf is a link to this directory.
+Hydra imports this package when it looks for presets in it. The import registers the schema, with
+which the presets begin. In a checkout, mingpt_ddp/conf is a link to this directory.
 """
 
 from mingpt_ddp.config.compose import hydra_utils

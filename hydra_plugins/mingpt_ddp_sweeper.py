@@ -1,6 +1,7 @@
-"""The sweeper of mingpt_ddp, where Hydra looks for sweepers.
+"""The sweeper of mingpt_ddp, in the package where Hydra looks for plugins.
 
-Every Hydra application imports this module at every start. It therefore registers nothing.
+Every Hydra application imports this module at every start. It must therefore stay small, and it
+registers nothing.
 """
 
 from hydra.plugins.sweeper import Sweeper
@@ -9,18 +10,19 @@ from omegaconf import DictConfig
 
 
 class JobSweeper(Sweeper):
-    """Run the jobs of a sweep: a grid or a search, one after another or several concurrently."""
+    """Run the jobs of a sweep: a grid or a search, one after another or concurrently."""
 
     def __init__(self, params: dict[str, str] | None) -> None:
-        """
+        """Accept the parameter that Hydra passes. It is not used.
+
         Args:
-            params: Overrides of the sweep, which `mingpt_ddp.study.sweeps.preflight` has parsed.
+            params: Overrides of the sweep. `mingpt_ddp.study.sweeps.preflight` parses them.
         """
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
-        """Keep what Hydra's launchers need."""
+        """Keep the objects that Hydra's launchers need."""
         self.hydra_context = hydra_context
         self.task_function = task_function
         self.config = config

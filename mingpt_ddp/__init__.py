@@ -1,4 +1,4 @@
-"""Train a small GPT: Hydra configuration, DDP, snapshots that survive SIGKILL."""
+"""Train a small GPT with PyTorch DDP and Hydra. Snapshots survive SIGKILL."""
 
 __version__ = "0.1.0"
 

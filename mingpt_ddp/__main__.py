@@ -1,4 +1,4 @@
-"""`python -m mingpt_ddp COMMAND`, and without a command what main.py does."""
+"""Run `python -m mingpt_ddp COMMAND`. Without a command, train as main.py does."""
 
 from mingpt_ddp.cli.main import main
 

@@ -1,4 +1,7 @@
-"""Errors that a user can fix: one line, exit code 2; and the words of messages."""
+"""Errors that a user can fix, and functions that format messages.
+
+A command prints such an error as one line and exits with code 2.
+"""
 
 import re
 import shlex
@@ -7,12 +10,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-LONGEST_LINE = 1000  # characters of an error, which may quote untrusted text
-MAIN = Path(__file__).resolve().parents[1] / "main.py"  # of a checkout
+LONGEST_LINE = 1000  # longest error in characters, because an error may quote untrusted text
+MAIN_SCRIPT = Path(__file__).resolve().parents[1] / "main.py"  # exists only in a checkout
 
 
 class UserError(Exception):
-    """An error that the user can fix; the message is one line: what went wrong and what to do."""
+    """An error that the user can fix. Its message is one line: what went wrong, and what to do."""
 
     kind = "error"
 
@@ -39,7 +42,7 @@ class DataError(UserError):
 
 
 class ChangedTextError(DataError):
-    """The text has changed since a job of the sweep was complete: no other job would compare."""
+    """The text has changed since a job of the sweep ended, so other jobs are not comparable."""
 
 
 class SnapshotError(UserError):
@@ -55,22 +58,22 @@ class RunError(UserError):
 
 
 class JoinError(RunError):
-    """A rank did not join the process group in time; a restart may succeed."""
+    """A rank did not join the process group in time. A restart may succeed."""
 
 
 class StorageUnusableError(UserError):
-    """The storage is full or may not be written: the same command fails until it is repaired."""
+    """The storage is full or not writable. A restart would fail until the user repairs it."""
 
     kind = "storage error"
 
 
 class StorageUnavailableError(UserError):
-    """The storage does not respond; the same command may succeed later."""
+    """The storage does not respond. The same command may succeed later."""
 
     kind = "storage error"
 
 
-MAY_PASS = (JoinError, StorageUnavailableError)  # after a restart
+TRANSIENT_ERRORS = (JoinError, StorageUnavailableError)  # a restart may succeed after these
 
 
 class TrainingError(UserError):
@@ -80,25 +83,29 @@ class TrainingError(UserError):
 
 
 class OutputError(UserError):
-    """Standard output cannot be written, as on a full disk."""
+    """Standard output cannot be written, for example because the disk is full."""
 
     kind = "output error"
 
 
 class JobError(UserError):
-    """A job of a sweep failed and logged why; the sweep continues."""
+    """A job of a sweep failed and has logged its error. The sweep continues."""
 
     kind = "job error"
 
 
 def reason(error: Exception) -> str:
-    """Return why a call failed: Python's own errors have a text, but no `strerror`."""
+    """Return the reason for a failed call: the error's `strerror`, its text, or its class name."""
     text = getattr(error, "strerror", None) or str(error)
     return " ".join(text.split()) or type(error).__name__
 
 
 def pack_error(error: Exception) -> dict[str, Any]:
-    """Return an error as JSON values: a UserError as its class here, any other as an OSError."""
+    """Return an error as JSON values, for `unpack_error` in another process.
+
+    A UserError keeps its class, or a base class that this module defines. Any other error becomes
+    an OSError.
+    """
     if not isinstance(error, UserError):
         return {"kind": "OSError", "message": reason(error), "errno": getattr(error, "errno", None)}
     kind = next(cls.__name__ for cls in type(error).__mro__ if cls.__module__ == __name__)
@@ -106,10 +113,11 @@ def pack_error(error: Exception) -> dict[str, Any]:
 
 
 def unpack_error(packed: dict[str, Any], rank: int | None = None) -> Exception:
-    """Return the error that `pack_error` packed.
+    """Return the error that `pack_error` has packed.
 
     Args:
-        rank: the rank that raised it, for the message of an OSError; None: there is one rank.
+        packed: The values that `pack_error` has returned.
+        rank: Rank that raised the error, for the message of an OSError. None if there is one rank.
     """
     message = packed["message"]
     if packed["kind"] != "OSError":
@@ -121,47 +129,48 @@ def unpack_error(packed: dict[str, Any], rank: int | None = None) -> Exception:
 
 
 def relative_path(path: Path) -> str:
-    """Return a path as messages have it: relative to the working directory, if it is below that."""
+    """Format a path for messages: relative to the working directory, if the path is below it."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def counted(number: int, noun: str) -> str:
-    """Return `1 job` or `2 jobs`."""
+    """Format a number with a noun: `1 job` or `2 jobs`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def duration(seconds: float) -> str:
-    """Return `0:01:30` for 90 seconds; a timedelta holds no more than some 1e13 seconds."""
+    """Format a duration: `0:01:30` for 90 seconds."""
+    # A timedelta cannot hold much more than 1e13 seconds.
     return str(timedelta(seconds=round(min(seconds, 1e13))))
 
 
 def command(name: str = "train") -> str:
-    """Return what a user types to start a command, as this process was started.
+    """Return the command line that starts a command in the same way as this process was started.
 
-    That is `mingpt-ddp NAME`, `python main.py` in a checkout, or else `python -m mingpt_ddp NAME`.
-    sys.argv[0] says how; `multiprocessing` sets that of its parent in a worker.
+    This is `mingpt-ddp NAME`, `python main.py` (in a checkout) or `python -m mingpt_ddp NAME`.
+    sys.argv[0] tells which. In a worker, `multiprocessing` sets it to the value of the parent.
     """
     program = Path(sys.argv[0])
     if program.name == "mingpt-ddp":
         return f"mingpt-ddp {name}"
-    if name == "train" and program.resolve() == MAIN:
+    if name == "train" and program.resolve() == MAIN_SCRIPT:
         return f"python {shlex.quote(str(program))}"
     return f"python -m mingpt_ddp {name}".removesuffix(" train")
 
 
 def with_commands(text: str) -> str:
-    """Write each `python -m mingpt_ddp NAME` in a help text as `command` does."""
+    """Replace each `python -m mingpt_ddp NAME` in a help text by `command(NAME)`."""
     pattern = r"python -m mingpt_ddp\b(?: ([a-z_]+)(?![\w.]*=))?"
     return re.sub(pattern, lambda match: command(match[1] or "train"), text)
 
 
-# Control characters except newline and tab, separators of lines and paragraphs, and characters that
+# Control characters (except newline and tab), line and paragraph separators, and characters that
 # change the direction of text. A terminal or a browser would act on them.
 NOT_PRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
-    """Escape characters that would act on a terminal or a page instead of being shown."""
+    """Escape characters on which a terminal or a browser would act, instead of showing them."""
     return NOT_PRINTABLE.sub(lambda match: _escaped(ord(match[0])), text)
 
 

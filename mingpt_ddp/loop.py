@@ -1,4 +1,4 @@
-"""The parts of a training loop of your own, as examples/train.py uses them. docs/python.md."""
+"""The API for your own training loop. See examples/train.py and docs/python.md."""
 
 from mingpt_ddp.cli.own_script import resolve
 from mingpt_ddp.config.config import Config, from_mapping

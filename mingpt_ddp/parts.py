@@ -1,4 +1,4 @@
-"""What models of your own, and parts of a block, are made of. docs/your-own-model.md.
+"""The API for your own models, and for your own parts of a block. See docs/your-own-model.md.
 
 Shapes: B sequences, T tokens, C = n_embd, H = n_head heads of D = C / H, V = vocab_size.
 """

@@ -1,8 +1,8 @@
 """The only module that uses torch internals: private functions and undocumented attributes.
 
-Each function checks that torch has what it uses, and falls back if not.
-tests/unit/test_torch_internals.py lists all of it, so that a torch upgrade breaks that test and not
-a run.
+Each function checks that this version of torch has the internals that it uses. If not, it does what
+its docstring calls the fallback. tests/unit/test_torch_internals.py lists all internals, so that an
+upgrade of torch breaks this test and not a run.
 """
 
 import contextlib
@@ -20,26 +20,29 @@ from torch.nn.parallel import DistributedDataParallel
 
 S = TypeVar("S")
 PROFILER_MARK = re.compile(rb"^USDT:|gpuGetDeviceCount failed")
-FIRST_BUCKET = 1 << 20  # bytes of the first bucket of gradients, whatever ddp.bucket_cap_mb is
+# Size of DDP's first bucket of gradients. It does not depend on ddp.bucket_cap_mb.
+FIRST_BUCKET_BYTES = 1 << 20
 
 
 # Arithmetic.
 
 
 def cpu_is_fast_at_bf16() -> bool:
-    """Return whether the CPU has bf16 matrix instructions that oneDNN may use. Fallback: False."""
+    """Return True if the CPU has bf16 matrix instructions that oneDNN can use. Fallback: False."""
     instructions = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     has_instructions = any(getattr(torch.cpu, check, bool)() for check in instructions)
     return has_instructions and getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", bool)()
 
 
 def for_each(operation: str, tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Any:
-    """Apply a method such as `mul_` to a list of tensors in few kernels: torch._foreach_mul_.
-
-    Args:
-        arguments: of the method; a list or tuple holds one per tensor.
+    """Apply a method to a list of tensors in few kernels, as torch._foreach_mul_ does for `mul_`.
 
     Fallback: a loop over the tensors.
+
+    Args:
+        operation: Name of the method, such as `mul_`.
+        arguments: Arguments of the method. A list or tuple has one argument for each tensor.
+        options: Keyword arguments of the method.
     """
     fused = getattr(torch, f"_foreach_{operation}", None)
     if fused is not None:
@@ -54,7 +57,7 @@ def for_each(operation: str, tensors: Sequence[Tensor], *arguments: Any, **optio
 def leave_overflow_to_scaler(optimizer: torch.optim.Optimizer) -> None:
     """Let GradScaler, not the fused kernel, skip a step that overflowed.
 
-    Fallback: it already does.
+    Fallback: do nothing, because GradScaler skips such steps without this setting.
     """
     if hasattr(optimizer, "_step_supports_amp_scaling"):
         optimizer._step_supports_amp_scaling = False
@@ -64,9 +67,9 @@ def leave_overflow_to_scaler(optimizer: torch.optim.Optimizer) -> None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether calling the module runs hooks.
+    """Return True if a call of the module runs hooks.
 
-    Fallback: True, so that the module is not replaced.
+    Fallback: True, so that the caller does not replace the module.
     """
     return any(getattr(module, hooks, True) for hooks in ("_forward_hooks", "_forward_pre_hooks"))
 
@@ -74,20 +77,20 @@ def has_hooks(module: nn.Module) -> bool:
 def pack_linear(
     weight: Tensor, bias: Tensor | None, dtype: torch.dtype, batch: int
 ) -> Callable[[Tensor], Tensor]:
-    """Return a linear layer with its weight packed for its kernel, as Inductor packs frozen ones.
+    """Return a linear layer with its weight packed for its kernel, as Inductor packs weights.
 
     Args:
         weight: (outputs, inputs).
         bias: (outputs,).
-        dtype: of the packed weight. fp16 is FBGEMM's, whose input and output are fp32; other dtypes
-            are oneDNN's.
-        batch: rows of input to optimize for; other numbers of rows work too.
+        dtype: Data type of the packed weight. fp16 uses a kernel of FBGEMM, with input and output
+            in fp32. Other data types use a kernel of oneDNN.
+        batch: Number of input rows to optimize for. The layer also works with other numbers.
 
     Returns:
-        A function from (..., inputs) to (..., outputs) of the same dtype.
+        A function from (..., inputs) to (..., outputs) of the same data type.
 
     Raises:
-        AttributeError, RuntimeError: this torch build or CPU lacks the kernel; call `can_pack`
+        AttributeError, RuntimeError: This torch build or CPU lacks the kernel. Call `can_pack`
             first.
     """
     if dtype == torch.float16:
@@ -102,14 +105,14 @@ def pack_linear(
 
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Return whether `pack_linear` works here, by packing a tiny layer. Fallback: False.
+    """Return True if `pack_linear` works here. Try it with a tiny layer. Fallback: False.
 
-    oneDNN has bf16 only on CPUs with AVX-512 or later.
+    oneDNN supports bf16 only on CPUs with AVX-512 or later.
     """
     weight = torch.ones(2, 2)
     try:
         if dtype == torch.float16 and torch.backends.quantized.engine not in ("x86", "fbgemm"):
-            return False  # other engines pack in another format
+            return False  # other engines use other formats
         linear = pack_linear(weight, None, dtype, 1)
         return linear(weight).tolist() == [[2.0, 2.0], [2.0, 2.0]]
     except (AttributeError, RuntimeError):
@@ -120,23 +123,23 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 def time_communication(wrapped: DistributedDataParallel, every: int) -> None:
-    """Make DDP time its communication in every n-th backward pass. Fallback: no timing."""
+    """Make DDP time its communication in one of `every` backward passes. Fallback: no timing."""
     getattr(wrapped, "_set_ddp_runtime_logging_sample_rate", id)(every)
 
 
 @dataclass(frozen=True)
 class CommunicationTimes:
-    """What DDP measured of a reduction of gradients, in seconds."""
+    """The time of a reduction of gradients, as DDP has measured it, in seconds."""
 
-    iteration: int  # which backward pass of those that reduce gradients it was, from 1
+    iteration: int  # number of the backward pass, from 1, among those that reduce gradients
     total_s: float
-    hidden_s: float  # of total_s, while the backward pass computed
+    hidden_s: float  # the part of total_s during which the backward pass computed
 
 
 def communication_times(model: nn.Module) -> CommunicationTimes:
     """Return the times of the latest timed reduction of gradients.
 
-    Fallback: zeros, which are also the answer for a model without DDP.
+    Fallback: zeros. A model without DDP also has zeros.
     """
     data: dict[str, int] = getattr(model, "_get_ddp_logging_data", dict)()
     total_ns = data.get("backward_comm_time", 0)
@@ -147,11 +150,11 @@ def communication_times(model: nn.Module) -> CommunicationTimes:
 def keep_process_group(wrapped: DistributedDataParallel) -> None:
     """Keep the process group alive until the C++ objects of DDP are destroyed.
 
-    Fallback: DDP may destroy it.
+    The destructors of these objects hold the GIL. If they drop the last reference to a gloo group,
+    the destructor of the group joins a thread. This thread may itself wait for the GIL, to free a
+    tensor, which is a deadlock. A reference from Python is dropped without the GIL.
 
-    Their destructors hold the GIL. When they drop the last reference to a gloo group, its
-    destructor joins a thread that may itself wait for the GIL, to free a tensor: a deadlock. A
-    reference from Python is dropped without the GIL.
+    Fallback: DDP may destroy the process group.
     """
     for name in ("reducer", "logger"):
         if hasattr(wrapped, name):
@@ -161,7 +164,7 @@ def keep_process_group(wrapped: DistributedDataParallel) -> None:
 def clone_store(store: S) -> S:
     """Open another connection to a store, for another thread.
 
-    Fallback: the same connection, which is locked.
+    Fallback: the same connection. Only one thread can use it at a time.
     """
     return store.clone() if hasattr(store, "clone") else store
 
@@ -171,17 +174,18 @@ def clone_store(store: S) -> S:
 
 @contextlib.contextmanager
 def without_profiler_marks() -> Iterator[None]:
-    """Drop the lines `USDT:...` that Kineto writes to standard error around a profile.
+    """Drop the lines `USDT:...` that Kineto writes to standard error at the ends of a profile.
 
-    Also its error that there is no GPU, of a torch build for CUDA on a machine without one.
+    Also drop the error that there is no GPU, which a torch build for CUDA writes on a machine
+    without a GPU.
 
-    KINETO_LOG_LEVEL cannot do that: these lines have a higher level than errors. So file descriptor
-    2 is a file in memory within this context, and all other lines are written when it ends.
-    Fallback: all lines are.
+    KINETO_LOG_LEVEL cannot drop these lines, because their level is higher than the level of
+    errors. File descriptor 2 is therefore a file in memory within this context. All other lines are
+    written to standard error when the context ends. Fallback: all lines are written.
     """
     try:
         stderr = os.dup(2)
-    except OSError:  # it is closed
+    except OSError:  # standard error is closed
         yield
         return
     with open(os.memfd_create("stderr"), "w+b") as lines:
@@ -193,7 +197,7 @@ def without_profiler_marks() -> Iterator[None]:
             os.close(stderr)
             lines.seek(0)
             kept = b"".join(line for line in lines if not PROFILER_MARK.search(line))
-            with contextlib.suppress(OSError):  # the reader of a pipe exited
+            with contextlib.suppress(OSError):  # standard error is a pipe whose reader has exited
                 os.write(2, kept)
 
 
@@ -201,18 +205,18 @@ def without_profiler_marks() -> Iterator[None]:
 
 
 def record_gpu_allocations() -> None:
-    """Let a dump name the line of code that allocated each block.
+    """Record the line of code that allocates each block of GPU memory, for `dump_gpu_memory`.
 
-    Fallback: it does not. Without a GPU, do nothing.
+    Without a GPU, do nothing. Fallback: a dump does not have these lines.
     """
     if torch.cuda.is_initialized():
         getattr(torch.cuda.memory, "_record_memory_history", dict)(enabled="state", stacks="python")
 
 
 def dump_gpu_memory(path: str) -> bool:
-    """Write all blocks of GPU memory, a pickle that nothing here reads; return whether.
+    """Write a description of all blocks of GPU memory to a pickle file. Return True if written.
 
-    Fallback: False, as without a GPU.
+    This package never reads the file. Without a GPU, return False. Fallback: False.
     """
     dump = getattr(torch.cuda.memory, "_dump_snapshot", None)
     if dump is None or not torch.cuda.is_initialized():
@@ -225,24 +229,25 @@ def dump_gpu_memory(path: str) -> bool:
 
 
 def cut_graph_at_buckets(wrapped: DistributedDataParallel, wanted: bool) -> None:
-    """Let the compiler split the graph at DDP's buckets.
+    """Let the compiler split the graph at DDP's buckets, or forbid it.
 
-    So communication overlaps with the backward pass. It cannot if the first bucket is larger than
-    the others. Fallback: the compiler's default.
+    With a split graph, communication overlaps with the backward pass. The compiler cannot split the
+    graph if the first bucket is larger than the others. Fallback: the compiler's default.
     """
     from torch._dynamo import config
 
     if hasattr(config, "optimize_ddp"):
-        bucket = getattr(wrapped, "bucket_bytes_cap", FIRST_BUCKET)
-        config.optimize_ddp = wanted and bucket >= FIRST_BUCKET
+        bucket = getattr(wrapped, "bucket_bytes_cap", FIRST_BUCKET_BYTES)
+        config.optimize_ddp = wanted and bucket >= FIRST_BUCKET_BYTES
 
 
 def compile_deterministically(wanted: bool) -> None:
-    """Disable autotuning between kernels whose summation order differs.
+    """Stop Inductor from choosing kernels by benchmarks, because they add in different orders.
 
-    On a GPU Inductor benchmarks padded matrix products, such as those for 65 characters, and may
-    choose another kernel once its cache is lost. `torch.use_deterministic_algorithms` prevents only
-    part of that. Fallback: its default.
+    On a GPU, Inductor benchmarks padded matrix products, such as the output layer for 65
+    characters. It may choose a different kernel after its cache is lost.
+    `torch.use_deterministic_algorithms` prevents only some of these choices. Fallback: Inductor's
+    default.
     """
     from torch._inductor import config
 
@@ -251,7 +256,7 @@ def compile_deterministically(wanted: bool) -> None:
 
 
 def compile_error() -> type[Exception]:
-    """Return the class that torch.compile raises for a model it cannot compile.
+    """Return the class of the error that torch.compile raises if it cannot compile a model.
 
     Fallback: RuntimeError.
     """

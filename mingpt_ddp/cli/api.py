@@ -1,7 +1,7 @@
 """The functions of `import mingpt_ddp`, for scripts and notebooks.
 
-Everything is imported when it is first used, so that `import mingpt_ddp` takes no time.
-docs/python.md shows their use.
+Each function imports the modules that it needs, so that `import mingpt_ddp` takes no time.
+docs/python.md shows how to use the functions.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def train(
     """Train as the train command does, in new processes, and print their output.
 
     To resume, make the same call again. Ctrl-C, or the stop button of a notebook, saves a snapshot,
-    then raises KeyboardInterrupt. The training ends with the calling process, even if that is
-    killed.
+    then raises KeyboardInterrupt. The training ends with the calling process, even if that process
+    is killed.
 
     Args:
         overrides: Words as on the command line: `key=value` and options of Hydra. Or the composed
@@ -61,7 +61,7 @@ def train(
     else:
         words = _words(overrides, "train")
         if any(map(_is_multirun, words)):
-            raise ConfigError("train runs one job; start a sweep with mingpt_ddp.sweep")
+            raise ConfigError("mingpt_ddp.train runs one job; start a sweep with mingpt_ddp.sweep")
         outcome = _start([*words, *_nproc_words(nproc)], None, quiet)
     [directory] = outcome.directories
     return {"run": str(directory), **read_result(directory)}
@@ -134,10 +134,10 @@ def _nproc_words(nproc: int | str | None) -> list[str]:
 
 
 def _start(words: list[str], job: str | None, quiet: bool) -> Outcome:
-    """Run the train command, print its output, and return how it has ended.
+    """Run the train command, print its output, and return its outcome.
 
     The command composes the configuration from the words, or trains a job that this process has
-    composed. It does not print its error, which is part of the outcome.
+    composed. It does not print its error, because the outcome contains the error.
 
     Args:
         job: The job to train, as JSON. None if the words describe it.
@@ -159,7 +159,8 @@ def _start(words: list[str], job: str | None, quiet: bool) -> Outcome:
         environ = {**os.environ, "PYTHONPATH": import_path(), **caller.environ()}
         if _is_notebook():
             environ[SHOWS_PROGRESS] = "1"
-        # In a session of its own, Ctrl-C on the terminal arrives only once, sent from here.
+        # The command has its own session, so that it gets Ctrl-C only once: from this process, and
+        # not from the terminal.
         with subprocess.Popen(
             [sys.executable, "-m", "mingpt_ddp", *words],
             env={**environ, "PYTHONUNBUFFERED": "1"},
@@ -178,7 +179,7 @@ def _start(words: list[str], job: str | None, quiet: bool) -> Outcome:
     if process.returncode != 0:
         raise UserError(f"training ended with exit code {process.returncode}")
     if not outcome.directories:  # e.g. after --help
-        raise RunError("these arguments do not train")
+        raise RunError("these arguments do not train a model; leave out --help and similar options")
     return outcome
 
 
@@ -278,7 +279,7 @@ def load(
 
 
 def history(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the measurements of a run as one row for each step, or those of all jobs of a sweep.
+    """Return the measurements of a run, or of all jobs of a sweep, as one row for each step.
 
     A row has a key for each metric that was measured at its step. A step that was repeated after a
     restart has one row. Rows of a sweep also have `job`, the job's directory relative to the
@@ -288,8 +289,8 @@ def history(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
         run: The directory of a run, or a directory with runs one or two levels below it.
 
     Raises:
-        RunError: This is not the directory of a run or a sweep.
-        DataError: Its metrics.jsonl is damaged.
+        RunError: The directory does not belong to a run or a sweep.
+        DataError: The metrics.jsonl of a run is damaged.
     """
     from mingpt_ddp.errors import RunError
     from mingpt_ddp.metrics.jsonl import METRICS, read_history
@@ -329,7 +330,7 @@ def rows(*directories: str | os.PathLike[str], metric: str | None = None) -> lis
 
     Raises:
         ConfigError: The arguments are not paths.
-        RunError: One of them is not a directory or contains no run, or no run has the metric.
+        RunError: One of the paths is not a directory or contains no run, or no run has the metric.
     """
     from mingpt_ddp.errors import ConfigError
     from mingpt_ddp.study.results.report_json import job_rows

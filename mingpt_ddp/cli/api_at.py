@@ -26,7 +26,7 @@ def at(
         step: Number of the step, or "worst" for the step with the largest logged loss.
         without: Measure the step again without this sequence. Number 1 has the highest loss.
         nproc: 1 to repeat on one rank. None for as many ranks as the run had.
-        words: More words of the command line that trains, such as those that name your own code.
+        words: More words for the command line that trains, for example to name your own code.
         code: Your Python file that registers the model, if it is not built in. Loads `before`.
 
     Returns:
@@ -51,7 +51,8 @@ def at(
             is_recorded = found["repeated_from"] == number
             url = os.fspath(run) if is_recorded else f"{name}/{REPLAY_RUN_NAME}"
             before = load(url, number, code=code)
-            # `load` prefers averaged weights (trainer.ema). The step was trained on the others.
+            # `load` prefers averaged weights (trainer.ema), but the step was trained with the
+            # weights that are not averaged.
             before.model.load_state_dict(read_snapshot(url, step=number).model)
     for key, key_in_sequence in (("losses", "loss"), ("tokens", "tokens")):
         found[key] = torch.tensor([each[key_in_sequence] for each in found["sequences"]])

@@ -1,4 +1,4 @@
-"""The configuration of another Hydra application, as a job."""
+"""Turn the configuration of another Hydra application into a job."""
 
 from typing import Any
 
@@ -12,39 +12,42 @@ from mingpt_ddp.config.job import job_json
 from mingpt_ddp.config.keys.schema import GROUPS
 from mingpt_ddp.errors import ConfigError
 
-OPTIONAL = {*LATER_GROUPS, "sweep"}  # which a recorded configuration may lack
+OPTIONAL_GROUPS = {*LATER_GROUPS, "sweep"}  # groups that a recorded configuration may lack
 
 
 def application_job(cfg: DictConfig, nproc: int | str | None = None) -> str:
     """Return the job of a composed configuration as JSON.
 
-    The keys that the application's command line sets are among it: of two limits, one that is
-    typed counts alone.
+    The job has the keys from the application's command line, because limits from the command line
+    replace all other limits.
 
     Args:
-        cfg: all of the application's configuration, whose other keys are its own, or the node that
-            holds the groups and nothing else.
-        nproc: replaces ddp.nproc_per_node; None: as the configuration says.
+        cfg: The whole configuration of the application, which may contain other keys. Or the node
+            that holds our groups and nothing else.
+        nproc: Replaces ddp.nproc_per_node. None keeps the configured value.
 
     Raises:
-        ConfigError: a group is missing, the node has another key, or a value cannot be resolved.
+        ConfigError: A group is missing, the node has another key, or a value cannot be resolved.
     """
     node = full_key(cfg)
     for key in map(str, cfg if node else ()):
         if key not in GROUPS:
             raise ConfigError(f"{node}.{key} is not a key{suggest(key)}")
     values = _groups(cfg)
-    if missing := [group for group in GROUPS if group not in {*values, *OPTIONAL}]:
+    if missing := [group for group in GROUPS if group not in {*values, *OPTIONAL_GROUPS}]:
         raise ConfigError(
-            f"{node or 'the configuration'} has no group {', '.join(missing)}; compose mingpt_ddp, "
-            "and give train the node that holds its groups (docs/python.md)"
+            f"{node or 'the configuration'} does not have the group {', '.join(missing)}; compose "
+            "the configuration mingpt_ddp, and pass the node with its groups to train "
+            "(docs/python.md)"
         )
     if nproc is not None:
         values["ddp"]["nproc_per_node"] = nproc
-    typed, directories = application_state()
+    application_keys, directories = application_state()
     prefix = f"{node}." if node else ""
-    own = {key.removeprefix(prefix) for key in typed if key.startswith(prefix)}
-    return job_json(values, own, directories)
+    command_line_keys = {
+        key.removeprefix(prefix) for key in application_keys if key.startswith(prefix)
+    }
+    return job_json(values, command_line_keys, directories)
 
 
 def _groups(cfg: DictConfig) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""The grammar of all commands but train: URLs, then `key=value`, `--key value`, `--key=value`."""
+"""Parse the arguments of all commands except train.
+
+The arguments are URLs, and keys in the form `key=value`, `--key value` or `--key=value`.
+"""
 
 import contextlib
 import dataclasses
@@ -19,18 +22,19 @@ from mingpt_ddp.process.terminal import drop_unwritten_log, echo
 from mingpt_ddp.storage.urls import check_can_open
 
 T = TypeVar("T")
-Command: TypeAlias = Callable[[Any], int]  # a dataclass in, an exit code out
+Command: TypeAlias = Callable[[Any], int]  # takes the dataclass of its keys, returns an exit code
 CONSTANTS = {"null": None, "None": None, "true": True, "false": False}
-# Metadata of a field whose text may look like a URL with a password.
+# Metadata of a field whose text is not searched for passwords, since any text may look like a URL.
 FREE_TEXT = {"free_text": True}
 
 
 def run_command(usage: str, command: Command | Mapping[str, Command]) -> None:
-    """Call a command with the command-line arguments and exit with its code.
+    """Call a command with the arguments of the command line, and exit with its exit code.
 
     Args:
-        command: one, or several by name, selected by the first argument. The type of its parameter
-            `config` defines its keys.
+        usage: Text of --help.
+        command: The command. Or several commands by name, one of which the first argument selects.
+            The type of the parameter `config` of a command defines its keys.
     """
     words = sys.argv[1:]
     logs.to_console(DistEnv())
@@ -51,20 +55,25 @@ def run_command(usage: str, command: Command | Mapping[str, Command]) -> None:
 
 
 def answer(usage: str, words: list[str], needs_arguments: bool = True) -> str | None:
-    """Return the text for --help or --version; None for a command line that does something."""
+    """Return the text that --help or --version prints. Return None for other command lines.
+
+    Args:
+        needs_arguments: Return the usage also if there are no arguments.
+    """
     if (needs_arguments and not words) or {"-h", "--help"} & {*words}:
         return with_commands(usage)
-    # only there: further on it may be the text of a key
+    # Look only at the first word. A later word may be the value of a key.
     return f"mingpt_ddp {__version__}" if words[:1] == ["--version"] else None
 
 
 def parse_arguments(config_class: type[T], words: list[str]) -> T:
-    """Build a config from the command-line arguments; fields of type str take their text literally.
+    """Build the configuration of a command from its arguments.
 
-    The first field takes the arguments without a key: one URL, or a list of directories.
+    The first field of the dataclass takes the arguments without a key: one URL, or a list of
+    directories. A field of type str takes its text literally.
 
     Raises:
-        ConfigError: an argument is malformed, a key is repeated, or a key or value is invalid.
+        ConfigError: An argument is malformed, a key is repeated, or a key or value is invalid.
     """
     hints = typing.get_type_hints(config_class)
     fields = {field.name: field for field in dataclasses.fields(config_class)}  # type: ignore[arg-type]
@@ -83,7 +92,7 @@ def parse_arguments(config_class: type[T], words: list[str]) -> T:
             message = f"{name} is given twice; give it one value"
         else:
             keys = ", ".join([*fields][1:])
-            message = f"{word} is not of the form key=value; the keys are {keys}"
+            message = f"{word} does not have the form key=value; the keys are {keys}"
         check(name not in values, message)
         is_text = str in (hints.get(name), *typing.get_args(hints.get(name)))
         values[name] = text if is_text else parse_value(text)
@@ -91,10 +100,10 @@ def parse_arguments(config_class: type[T], words: list[str]) -> T:
 
 
 def _split(words: list[str], known: Container[str]) -> Iterator[tuple[str, str | None, Any]]:
-    """Yield each argument with its key (None for a URL) and its text.
+    """Yield each argument, its key (None for a URL) and its value.
 
-    An argument with a slash or a colon before its first = is a URL: the job directories of a sweep
-    contain a =.
+    An argument with a slash or a colon before its first = is a URL, because the names of the job
+    directories of a sweep contain a =.
     """
     rest = iter(words)
     for word in rest:
@@ -116,15 +125,15 @@ def _split(words: list[str], known: Container[str]) -> Iterator[tuple[str, str |
 
 
 def human_size(size: int) -> str:
-    """Format bytes in a suitable unit."""
-    power = min((max(size, 1).bit_length() - 1) // 10, 4)  # of 1024
+    """Format a number of bytes in a suitable unit: 1.5 MiB."""
+    power = min((max(size, 1).bit_length() - 1) // 10, 4)  # the unit is 1024**power bytes
     if power == 0:
         return f"{size} B"
     return f"{size / 1024**power:.1f} {'KMGT'[power - 1]}iB"
 
 
 def parse_value(text: str) -> Any:
-    """Return a number, null, true, false, or the text itself."""
+    """Convert a text to a number, null, true or false. Return any other text unchanged."""
     for number in (int, float):
         with contextlib.suppress(ValueError):
             return number(text)

@@ -1,4 +1,4 @@
-"""Repeat a step of a run: show the text it was trained on, and whether it gives the same bits."""
+"""Repeat a step of a run. Show the text of the step, and compare its bits with the run."""
 
 import contextlib
 import json
@@ -24,9 +24,9 @@ from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.process.terminal import echo, echo_error
 from mingpt_ddp.training.look import LOOK, LookRequest
 
-# Log every step, and go on after a loss that is not finite: the step may come after it.
+# Log every step. Continue after a loss that is not finite, because the step may come later.
 MEASURED = ("trainer.log_every=1", "trainer.on_nonfinite=skip")
-# Settings of several ranks, replaced if one rank repeats the step.
+# Replace settings for several ranks, if one rank repeats the step.
 ON_ONE_RANK = ("ddp.strategy=auto", "ddp.tensor_parallel=1", "ddp.comm_hook=none")
 SHOWN_CHARACTERS = 50  # number of characters of each sequence that are printed
 
@@ -39,16 +39,16 @@ def look_at(
     ranks: int | None,
     words: list[str],
 ) -> dict[str, Any]:
-    """Repeat a step, and return the loss of each sequence, the gradient norms and the verdict.
+    """Repeat a step. Return the loss of each sequence, the gradient norms and the verdict.
 
     Args:
         url: URL of the run or its snapshots, which are untrusted.
         step: Number of the step, or "worst" for the step with the largest logged loss.
         directory: An empty temporary directory for the repeated run. If the run has no snapshot of
             the step before, the repeated run saves one there.
-        without: Number of a sequence to leave out in a second rehearsal of the step. None if there
-            is only one rehearsal.
-        ranks: 1 for one rank. None for as many as the run had.
+        without: Number of a sequence. The step is also computed without it. None to compute the
+            step only once.
+        ranks: 1 to repeat the step on one rank. None for as many ranks as the run had.
         words: More words of the command line that trains.
 
     Returns:
@@ -85,7 +85,10 @@ def look_at(
             raise
         # The validation loss after the step is not finite, so the repeated run saved no snapshot.
         repeated, here = {}, interval.state
-    check(result.exists(), f"step={target}: the run has skipped this step after a rollback")
+    check(
+        result.exists(),
+        f"step={target} cannot be repeated: the run has skipped it after a rollback",
+    )
     expected, difference = expected_hashes(recorded, interval)
     is_damaged = bool(difference)
     difference = difference or find_other_hash(interval, expected, repeated)
@@ -94,9 +97,9 @@ def look_at(
     if changed_norms and not difference:
         difference = "step {} had the gradient norm {}".format(*min(changed_norms))
     compared_steps = expected.keys() & repeated.keys() - {interval.base}
-    verdict = "nothing of these steps is recorded, to compare with"
+    verdict = "the run has recorded nothing about these steps that could be compared"
     if has_fewer_ranks and not is_damaged:
-        verdict = "not the same bits, within about 1e-6"
+        verdict = "not the same bits, but equal within about 1e-6"
     elif difference:
         verdict = f"not the same bits as the run: {difference}"
     elif compared_steps or norms:
@@ -143,8 +146,8 @@ def _choose_step(
     first = max((n for n in losses if n < worst), default=0) + 1
     if first < worst:
         echo_error(
-            f"the largest logged loss is the mean of steps {first} to {worst}; this is the last "
-            "of them, and another one may be the worst"
+            f"the largest logged loss is the mean of steps {first} to {worst}; this is step "
+            f"{worst}, but another of them may have the largest loss"
         )
     return worst
 
@@ -154,14 +157,14 @@ def _announce(interval: Interval, logged: Mapping[int, Record]) -> None:
     steps = interval.target - interval.base
     start = f"the snapshot of step {interval.base}"
     if interval.base == 0:
-        start = "the start, because no snapshot is earlier (snapshot.keep_every keeps more)"
+        start = "the start, because there is no earlier snapshot (snapshot.keep_every keeps more)"
     times = [row["step_ms"] for row in logged.values() if (row.get("step_ms") or 0) > 0]
     time = f", about {duration(steps * statistics.median(times) / 1e3)}" if times else ""
     echo_error(f"repeating {counted(steps, 'step')} from {start}{time}")
 
 
 def print_look(found: dict[str, Any], without: int | None) -> None:
-    """Print what `look_at` has found."""
+    """Print the values that `look_at` returns: the sequences, the norms and the verdict."""
     rows = []
     for number, sequence in enumerate(found["sequences"], start=1):
         text = repr(sequence["text"][:SHOWN_CHARACTERS])
@@ -181,7 +184,7 @@ def print_look(found: dict[str, Any], without: int | None) -> None:
 
 
 def _source(origins: list[dict[str, Any]]) -> str:
-    """Describe where a sequence begins, and in which document it ends if that is another one."""
+    """Describe where a sequence begins, and name the document in which it ends if they differ."""
     names = []
     for origin in (origins[0], origins[-1]):
         document = f":{origin['document']}" if origin["document"] else ""

@@ -1,4 +1,4 @@
-"""Normalize the command line of a training before Hydra reads it."""
+"""Prepare the command line of a training for Hydra."""
 
 import logging
 import os
@@ -13,17 +13,17 @@ from mingpt_ddp.process.terminal import escape_what_streams_cannot_encode
 
 
 def prepare_command_line(env: DistEnv) -> None:
-    """Normalize the command line for Hydra, and the streams for any terminal.
+    """Put the command line into a form that Hydra accepts, and set up logging and streams.
 
     Raises:
-        ConfigError: the command line contains a password, which Hydra would save, or a word that
+        ConfigError: The command line contains a password, which Hydra would save, or a word that
             Hydra cannot read.
     """
-    # torch.distributed.launch passes --local-rank, which Hydra rejects, besides LOCAL_RANK.
+    # torch.distributed.launch sets LOCAL_RANK, and also passes --local-rank, which Hydra rejects.
     words = [word for word in sys.argv[1:] if not re.match(r"--local[-_]rank\b", word)]
     sys.argv[1:] = hydra_utils.reorder_argv(words)
     escape_what_streams_cannot_encode()
-    logging.raiseExceptions = False  # no traceback when a log record cannot be written
+    logging.raiseExceptions = False  # print no traceback when a log record cannot be written
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     logs.to_console(env)
     for word in sys.argv[1:]:

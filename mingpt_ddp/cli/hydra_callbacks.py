@@ -1,4 +1,4 @@
-"""Hydra's callback before training: it checks the configuration and starts a sweep."""
+"""The callback that Hydra calls before training. It checks the configuration and starts a sweep."""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,7 +17,8 @@ from mingpt_ddp.process.root_cause import failed
 if TYPE_CHECKING:
     from mingpt_ddp.study.sweeps.sweep import Sweep
 
-# Through Hydra, a callback cannot pass the sweep on to the sweeper or to the end of the command.
+# Hydra lets a callback pass nothing to the sweeper or to the end of the command, so the sweep is
+# stored here.
 _started: "list[Sweep]" = []
 
 
@@ -34,7 +35,8 @@ class Preflight(Callback):
             check_hydra_keys(config)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        from mingpt_ddp.study.sweeps.preflight import start_sweep  # a single run needs none of it
+        # A single run does not need the modules of sweeps.
+        from mingpt_ddp.study.sweeps.preflight import start_sweep
 
         with leave_hydra_on_error():
             check_hydra_keys(config)
@@ -43,10 +45,10 @@ class Preflight(Callback):
 
 @contextlib.contextmanager
 def leave_hydra_on_error() -> Iterator[None]:
-    """Turn an exception into EndsProcess.
+    """Turn an exception into EndsProcess, which Hydra does not catch.
 
-    Hydra would log another exception of a callback as a warning and go on, and print lines of its
-    own about another exception of a task.
+    Hydra would log any other exception of a callback as a warning and continue. It would print its
+    own lines about any other exception of a task.
     """
     try:
         yield

@@ -28,7 +28,7 @@ def main(trains_by_default: bool = False) -> None:
     """Run the command that the first argument names, with the other arguments.
 
     Args:
-        trains_by_default: Train if the first argument is not a word such as `report`.
+        trains_by_default: Train if the first argument does not look like the name of a command.
     """
     words = sys.argv[1:]
     if words and words[0] in COMMANDS:

@@ -1,4 +1,4 @@
-"""The job of a script with a training loop of its own."""
+"""Resolve the job of a script that has its own training loop."""
 
 import sys
 from collections.abc import Collection, Sequence
@@ -24,12 +24,12 @@ from mingpt_ddp.training.checked_job import checked_job
 def resolve(words: Sequence[str] | None = None) -> Job:
     """Return the job of this script. Its `config` is checked, and has a `run.name`.
 
-    With -m among the words, run the script once more for each job of the sweep, under torchrun if
+    If -m is among the words, run the script again for each job of the sweep, under torchrun if
     `ddp.nproc_per_node` is set. Exit when all jobs have ended.
 
     Args:
-        words: Words as on the command line of main.py, with the same keys and presets. None for
-            the command line of the script.
+        words: Words with the keys and presets of main.py's command line. None for the words on the
+            script's command line.
 
     Raises:
         UserError: A key or a value is invalid. The message is one line.
@@ -70,7 +70,7 @@ def resolve(words: Sequence[str] | None = None) -> Job:
         not ranks
         or not read_env().is_standalone
         or "ddp.nproc_per_node" not in job.command_line_keys,
-        f"ddp.nproc_per_node={ranks} is for main.py and for sweeps; start one run of a script by "
-        f"torchrun --nproc_per_node={ranks} {script.name}",
+        f"ddp.nproc_per_node={ranks} is for main.py and for sweeps; start a single run of a script "
+        f"with torchrun --nproc_per_node={ranks} {script.name}",
     )
     return job.with_run(name=run_name(job.config))

@@ -1,4 +1,4 @@
-"""The configuration that a run has recorded, as presets of Hydra."""
+"""Register the recorded configuration of a run as presets of Hydra."""
 
 import contextlib
 import os
@@ -29,24 +29,26 @@ from mingpt_ddp.config.recorded import (
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.errors import LONGEST_LINE, ConfigError
 from mingpt_ddp.process.terminal import echo_error
-from mingpt_ddp.storage.recorded_words import words_to_type
+from mingpt_ddp.storage.recorded_words import confirming_words
 from mingpt_ddp.storage.run_directory import recorded_config, refuse_other_loop
 
 PRESET = "recorded"
 
 
-def store_recorded(run: str, typed: list[str]) -> list[str]:
-    """Register the configuration of a run with Hydra, and log what is left out of it.
+def store_recorded(run: str, command_line: list[str]) -> list[str]:
+    """Register the recorded configuration of a run with Hydra, and log the values left out of it.
 
     Args:
         run: A run directory. Its content is not trusted.
-        typed: The words that follow it on the command line. They change the configuration.
+        command_line: The words after the run directory. They change the configuration.
 
     Returns:
-        Words of a train command: those that select the recorded configuration, then `typed`.
+        Words of a train command. The first words select the recorded configuration, and the words
+        of `command_line` follow.
 
     Raises:
-        ConfigError: There is no recorded configuration, or it needs a word that is not in `typed`.
+        ConfigError: There is no recorded configuration, or the run needs a word that the command
+            line does not have.
     """
     directory = Path(os.path.realpath(run))  # Path.resolve() raises in a loop of links
     recorded = recorded_config(directory) if "://" not in run else None
@@ -56,67 +58,71 @@ def store_recorded(run: str, typed: list[str]) -> list[str]:
     recorded = with_defaults(with_data_format(recorded))
     for key in flatten(recorded):
         is_name = key.partition(".")[2].isidentifier()
-        check(is_name, f"{run}/config.yaml has the key {key[:50]!r}, which no run writes")
-    overrides = [word for word in typed if not word.startswith("-")]
-    typed_values = {key_of(word): word.partition("=")[2] for word in overrides}
+        check(is_name, f"{run}/config.yaml has the key {key[:50]!r}, which is not a valid key")
+    overrides = [word for word in command_line if not word.startswith("-")]
+    command_line_values = {key_of(word): word.partition("=")[2] for word in overrides}
     words = []
     for group in GROUPS:
         if group not in recorded:
             continue
-        if group not in typed_values:
+        if group not in command_line_values:
             if GROUPS[group][0]:
-                # Select an empty preset. The default one may have keys of another model.
+                # Select an empty preset. The default preset may have keys of another model.
                 ConfigStore.instance().store(group=group, name=PRESET, node={})
                 words.append(f"{group}={PRESET}")
         elif group != "run" and class_of(group, recorded[group]) is not None:
-            del recorded[group]  # the preset in `typed` replaces it
-    directory_words = _directory_words(directory, recorded, typed_values)
-    _leave_out(recorded, typed_values, run, directory)
+            del recorded[group]  # the preset on the command line replaces it
+    directory_words = _directory_words(directory, recorded, command_line_values)
+    _leave_out(recorded, command_line_values, run, directory)
     for group, keys in recorded.items():
-        has_code = {group, "experiment", f"{group}.code"} & typed_values.keys()
-        if not has_code and class_of(group, keys) is None:  # no file has registered it
+        has_code = {group, "experiment", f"{group}.code"} & command_line_values.keys()
+        if not has_code and class_of(group, keys) is None:  # no file has registered the choice
             selector, choice = selected(group, keys)
-            advice = f"type its preset, as in --config-dir=DIR {group}=NAME"
+            advice = f"add the preset that names it, as in --config-dir=DIR {group}=NAME"
             raise ConfigError(f"{group}.{selector}={choice} needs your own code; {advice}")
-    if "experiment" in typed_values:
+    if "experiment" in command_line_values:
         echo_error(
-            f"experiment={typed_values['experiment']} adds what {run} has not recorded, as code"
+            f"experiment={command_line_values['experiment']} adds only keys that {run} has not "
+            "recorded, such as code"
         )
-    # Last in the list of presets, so that the recorded values replace those of an experiment.
+    # Hydra reads this preset last, so that recorded values replace the values of an experiment.
     node = _node(recorded)
     ConfigStore.instance().store(group=PRESET, name=PRESET, package="_global_", node=node)
-    return [*words, f"+{PRESET}={PRESET}", *directory_words, *typed]
+    return [*words, f"+{PRESET}={PRESET}", *directory_words, *command_line]
 
 
-def _directory_words(directory: Path, recorded: dict[str, Any], typed: dict[str, str]) -> list[str]:
-    """Return words for run.root and, if the recorded run itself goes on, for run.name.
+def _directory_words(
+    directory: Path, recorded: dict[str, Any], command_line: dict[str, str]
+) -> list[str]:
+    """Return words for run.root and, if the recorded run itself continues, for run.name.
 
-    Leave out the keys that the command line has.
+    Leave out the keys that the command line sets.
     """
     depth = str(recorded["run"].get("name") or "").count("/") + 1  # a name may be sweep/job
     root = directory.parents[depth - 1]
     as_recorded = str(recorded["run"].get("root"))
-    if os.path.realpath(as_recorded) == str(root):  # the same directory, named as before
-        root = Path(as_recorded)
+    if os.path.realpath(as_recorded) == str(root):
+        root = Path(as_recorded)  # keep the recorded path of the same directory
     names = {"root": str(root), "name": "/".join(directory.parts[-depth:])}
-    if _is_another_run(recorded, typed):
+    if _is_another_run(recorded, command_line):
         del names["name"]
     words = []
     for key, value in names.items():
-        if f"run.{key}" not in typed:
+        if f"run.{key}" not in command_line:
             words.append(f"run.{key}={hydra_value(value)}")
     return words
 
 
-def _is_another_run(recorded: dict[str, Any], typed: dict[str, str]) -> bool:
-    """Return True if the command line changes a key that enters the name of a run."""
+def _is_another_run(recorded: dict[str, Any], command_line: dict[str, str]) -> bool:
+    """Return True if the command line changes a key that is part of a run's name."""
     named = {key.partition(".")[0] for key, field in KEYS.items() if enters_name(field)}
-    if {*named, "experiment"} & typed.keys():  # a preset
+    if {*named, "experiment"} & command_line.keys():  # the command line selects a preset
         return True
     flat = flatten(recorded)
-    for key, value in typed.items():
+    for key, value in command_line.items():
         schema_key = key_of_group(key)
-        # A key of a group that is not in the schema is a user's own key, and enters the name.
+        # A key that is in a group of the schema, but not in the schema, is a user's own key. It is
+        # part of the name.
         is_in_name = schema_key.partition(".")[0] in GROUPS and (
             schema_key not in KEYS or enters_name(KEYS[schema_key])
         )
@@ -126,13 +132,15 @@ def _is_another_run(recorded: dict[str, Any], typed: dict[str, str]) -> bool:
 
 
 def _value_of(text: str) -> Any:
-    """Return the value of a typed text as Hydra reads it, or the text if it cannot."""
+    """Parse the value of an override as Hydra does. Return the text if Hydra cannot parse it."""
     with contextlib.suppress(HydraException):
         return OverridesParser.create().parse_override(f"key={text}").value()
     return text
 
 
-def _leave_out(recorded: dict[str, Any], typed: dict[str, str], run: str, directory: Path) -> None:
+def _leave_out(
+    recorded: dict[str, Any], command_line: dict[str, str], run: str, directory: Path
+) -> None:
     """Delete recorded values that could run a program or send files.
 
     Log the deleted values, except those that the command line replaces.
@@ -145,21 +153,26 @@ def _leave_out(recorded: dict[str, Any], typed: dict[str, str], run: str, direct
         if is_untrusted(key, value):
             group, _, name = key.partition(".")
             del recorded[group][name]
-    omitted = {key: value for key, value in untrusted_values(flat).items() if key not in typed}
+    omitted = {
+        key: value for key, value in untrusted_values(flat).items() if key not in command_line
+    }
     if not omitted:
         return
     listed = ", ".join(f"{key}={value}" for key, value in omitted.items())
-    notice = f"not taken from {run}: {listed}; give what you trust on the command line"
+    notice = f"not taken from {run}: {listed}; if you trust them, add them to the command line"
     for key in omitted:
         # A preset on the command line may name the file.
-        if key.endswith(".code") and not {key.partition(".")[0], "experiment"} & typed.keys():
-            needed = shlex.join(words_to_type(directory, flat))
-            raise ConfigError(f"{notice}, with {needed}")
+        if (
+            key.endswith(".code")
+            and not {key.partition(".")[0], "experiment"} & command_line.keys()
+        ):
+            needed = shlex.join(confirming_words(directory, flat))
+            raise ConfigError(f"{notice}: {needed}")
     echo_error(notice[:LONGEST_LINE])
 
 
 def _node(value: Any) -> Any:
-    """Return a value for OmegaConf in which every text is literal, without interpolations."""
+    """Convert a value for OmegaConf so that it reads no text as an interpolation."""
     if isinstance(value, dict):
         return {str(key): _node(each) for key, each in value.items()}
     if isinstance(value, list):

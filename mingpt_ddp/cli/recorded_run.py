@@ -13,16 +13,17 @@ from mingpt_ddp.snapshots.write.ledger import Ledger, Record, digest_settings
 from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.storage.run_directory import refuse_other_loop
 
-SHOWN = 8  # number of intervals that an error message offers
+MAX_OFFERS = 8  # largest number of intervals that an error message offers
 
 
 @dataclass(frozen=True)
 class Interval:
-    """The steps to repeat: those after `base`, up to `target`."""
+    """The steps to repeat, from the step after `base` to `target`."""
 
     base: int  # step of a snapshot, or 0 for the start of the run
     target: int  # a later step; the command `replay` only takes the step of a snapshot
-    # state.json of the target. If it has no snapshot: of the next one, else of the one before.
+    # state.json of the target's snapshot. If the target has no snapshot, then of the next later
+    # snapshot. If there is none, then of the snapshot before it.
     state: dict[str, Any]
 
 
@@ -36,13 +37,15 @@ class RecordedRun:
 
     @classmethod
     def read(cls, url: str) -> "RecordedRun":
-        """
+        """Read the record of a run.
+
         Args:
-            url: of a run, its snapshots or one of them, untrusted.
+            url: URL of the run, of its directory of snapshots, or of a snapshot. Untrusted.
 
         Raises:
-            SnapshotError: there is no committed snapshot, or it does not say how to repeat a run.
-            ConfigError: a script's own loop has trained the run.
+            SnapshotError: There is no committed snapshot, or a snapshot does not describe how to
+                repeat its run.
+            ConfigError: The training loop of a script has trained the run.
         """
         if "://" not in url:
             refuse_other_loop(run_of(Path(url)))
@@ -54,10 +57,10 @@ class RecordedRun:
         return cls(store, states, ledger)
 
     def content(self, step: int) -> HashByKind:
-        """Return the hashes of the present content of a snapshot.
+        """Hash the present content of a snapshot.
 
         Raises:
-            SnapshotError: it is damaged.
+            SnapshotError: The snapshot is damaged.
         """
         return hash_snapshot(read_snapshot(self.store, step))
 
@@ -86,7 +89,7 @@ class RecordedRun:
         return run.get("resume") in ("auto", "never") and not lacks_weights
 
     def expected(self, interval: Interval) -> dict[int, HashByKind]:
-        """Return the recorded hashes by step, of the interval and its base."""
+        """Return the recorded hashes of the interval's steps and of its base, by step."""
         hashes = {}
         for step, record in self.ledger.items():
             if interval.base <= step <= interval.target:
@@ -100,10 +103,11 @@ def read_snapshot(store: SnapshotStore, step: int) -> Any:
 
 
 def read_state(store: SnapshotStore, step: int) -> dict[str, Any]:
-    """Return the state of a snapshot.
+    """Read the state of a snapshot.
 
     Raises:
-        SnapshotError: it is damaged, was written by an earlier version, or by no run.
+        SnapshotError: The snapshot is damaged, or its state lacks values that a replay needs
+            (because an earlier version of the package wrote it, or something other than a run).
     """
     state = load(f"{store.url}/{directory_name(step)}", kinds=()).state
     config = state.get("config") if isinstance(state, dict) else None
@@ -115,12 +119,18 @@ def read_state(store: SnapshotStore, step: int) -> dict[str, Any]:
         and isinstance(state.get("train_state"), dict)
         and all(type(state.get(key)) is int for key in ("steps", "micro_batch_size"))
     ):
-        raise SnapshotError(f"the snapshot of step {step} does not say how to repeat its run")
+        raise SnapshotError(
+            f"the snapshot of step {step} does not contain the settings to repeat its run"
+        )
     return dict(state)
 
 
 def run_of(path: Path) -> Path:
-    """Return the run directory, from the path of itself, of its snapshots or of one of them."""
+    """Return the run directory that a path belongs to.
+
+    Args:
+        path: Path of the run directory, of its directory of snapshots, or of a snapshot.
+    """
     path = path.absolute()
     if step_of(path.name) is not None:
         path = path.parent
@@ -128,9 +138,10 @@ def run_of(path: Path) -> Path:
 
 
 def choose_interval(recorded: RecordedRun, steps: int, words: list[str]) -> Interval:
-    """Return the newest interval of so many steps, all trained with the settings of its end.
+    """Return the newest interval with a number of steps, all trained with the same settings.
 
     Args:
+        steps: Number of steps in the interval.
         words: More words of the command line that trains.
 
     Raises:
@@ -142,18 +153,19 @@ def choose_interval(recorded: RecordedRun, steps: int, words: list[str]) -> Inte
         base = target - steps
         if base in bases and recorded.have_same_settings(base, target):
             return Interval(base, target, recorded.states[target])
-    offers = dict[int, str]()  # words of the command line, by number of steps
-    for target in snapshots[:SHOWN]:
+    offers = dict[int, str]()  # possible values of `steps`, as words of the command line
+    for target in snapshots[:MAX_OFFERS]:
         for base in bases:
             if base < target and recorded.have_same_settings(base, target):
                 offers.setdefault(target - base, f"steps={target - base} ({base + 1} to {target})")
-    why = (
-        f"no {counted(steps, 'step')} from a snapshot, or from the start of the run, to a snapshot"
+    problem = (
+        f"no interval of {counted(steps, 'step')} begins at a snapshot or at the start of the run, "
+        "ends at a snapshot, and has the same settings throughout"
     )
     if not offers:
-        raise SnapshotError(f"{why} had the same settings, nor any other number of steps")
-    shown = " or ".join([*offers.values()][:SHOWN])
-    raise SnapshotError(f"{why} had the same settings; set {shown}")
+        raise SnapshotError(f"{problem}; no interval of another length does")
+    shown = " or ".join([*offers.values()][:MAX_OFFERS])
+    raise SnapshotError(f"{problem}; set {shown}")
 
 
 def interval_before(recorded: RecordedRun, target: int, words: list[str]) -> Interval:
@@ -163,16 +175,16 @@ def interval_before(recorded: RecordedRun, target: int, words: list[str]) -> Int
         words: More words of the command line that trains.
 
     Raises:
-        SnapshotError: The settings changed on the way to the step. Or no snapshot is earlier than
-            the step, and the start of the run cannot be repeated.
+        SnapshotError: The settings changed between the snapshot and the step. Or there is no
+            earlier snapshot, and the run cannot be repeated from its start.
     """
     earlier = [step for step in recorded.states if step < target]
     later = [step for step in recorded.states if step >= target]
     base = max(earlier, default=0)
     if not earlier and not recorded.has_start(words):
         raise SnapshotError(
-            f"no snapshot is before step {target}, and the start of this run cannot be repeated; "
-            f"its first snapshot is of step {min(later)}"
+            f"there is no snapshot before step {target}, and this run cannot be repeated from its "
+            f"start; choose a step after its first snapshot, step {min(later)}"
         )
     end = min(later, default=target)
     if not recorded.have_same_settings(base, end):

@@ -1,4 +1,4 @@
-"""Train some steps of a run again, and compare the hashes with the recorded ones."""
+"""Train some steps of a run again, and compare the hashes with the recorded hashes."""
 
 import contextlib
 import io
@@ -33,9 +33,10 @@ REFUTED = 1
 UNDECIDED = 3  # these three are exit codes; 2 is an error
 REPLAY_RUN_NAME = "replay"
 TEMPORARY = "mingpt_ddp-replay-"  # prefix of the temporary directory
-# Lines of a replay that are shown.
+# Show only these lines of a replay: steps, errors and warnings.
 SHOWN_LINES = re.compile(r"step \d+/|(\w+ )?error|warning", re.IGNORECASE)
-MAX_SAVES = 4  # snapshots that a replay saves for each hash to compare
+# A replay saves at most this many snapshots for each hash that it compares.
+MAX_SAVES = 4
 # A replay takes the defaults of these groups for all keys that do not change a step.
 QUIET_GROUPS = ("trainer", "snapshot", "tracker")
 QUIET = (
@@ -50,15 +51,16 @@ def choose_ranks(ranks: int | None, environment: Mapping[str, Any]) -> int:
     """Return the number of ranks that repeat the steps.
 
     Raises:
-        ConfigError: Another number than the run had would change the bits.
+        ConfigError: The number differs from the number of ranks of the run, which would change the
+            bits.
     """
     if environment.get("reduction") == "canonical":
         return ranks or 1
     trained = environment.get("world_size", 1)
     check(
         ranks in (None, trained),
-        f"nproc_per_node={ranks} changes the bits of a run with ddp.reduction=fast, which had "
-        f"nproc_per_node={trained}; set that, or leave it out",
+        f"nproc_per_node={ranks} would change the bits, because the run had {trained} ranks and "
+        f"ddp.reduction=fast; set nproc_per_node={trained}, or leave it out",
     )
     return int(trained)
 
@@ -69,7 +71,8 @@ def replay(url: str, steps: int, ranks: int | None, words: list[str]) -> int:
     Args:
         url: URL of the run or its snapshots, which are untrusted.
         steps: Number of steps to repeat.
-        ranks: Number of ranks. None for one, or with ddp.reduction=fast for as many as before.
+        ranks: Number of ranks. None for as many ranks as the run had, or for one rank with
+            ddp.reduction=canonical.
         words: More words of the command line that trains.
     """
     raise_interrupts()  # so that the training ends and its directory is deleted
@@ -84,14 +87,14 @@ def replay(url: str, steps: int, ranks: int | None, words: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix=TEMPORARY) as directory:
         repeated, here = train_again(recorded, interval, ranks, words, Path(directory), {})
     if files := describe_change(recorded_code(interval.state), recorded_code(here)):
-        echo_error(f"the code differs from that of step {interval.target}: {files}")
+        echo_error(f"the code differs from the code of step {interval.target}: {files}")
     if where := find_other_hash(interval, expected, repeated):
         if reasons := find_reasons(interval, here):
-            echo(f"undecided: {where}; this proves nothing, because {'; '.join(reasons)}")
+            echo(f"undecided: {where}; this does not prove damage, because {'; '.join(reasons)}")
             return UNDECIDED
         echo(f"refuted: {where}")
         return REFUTED
-    where = "" if recorded.ledger else f" of the snapshot; there is no {LEDGER}"
+    where = "" if recorded.ledger else f" of the snapshot (there is no {LEDGER})"
     echo(
         f"confirmed: steps {interval.base + 1} to {interval.target}, repeated with "
         f"ddp.nproc_per_node={ranks}, give the recorded "
@@ -104,8 +107,8 @@ def expected_hashes(recorded: RecordedRun, interval: Interval) -> tuple[dict[int
     """Read the recorded hashes, and compare the snapshots at both ends with them.
 
     Returns:
-        The recorded hashes by step. Then a description of the snapshot whose content has another
-        hash, or "" if there is none.
+        The recorded hashes by step, and a description of the snapshot whose content differs from
+        its recorded hash ("" if there is none).
     """
     expected = recorded.expected(interval)
     for step in (interval.base, interval.target):
@@ -128,9 +131,9 @@ def find_other_hash(
 
 
 class StepLines(io.TextIOBase):
-    """Pass on steps and errors to stderr. stdout has the verdict alone.
+    """A stream that writes lines about steps and errors to stderr. stdout has only the verdict.
 
-    All other lines are dropped, because they describe a directory that will be deleted.
+    It drops all other lines, because they describe a directory that will be deleted.
     """
 
     _rest = ""  # the beginning of a line whose end has not been written yet
@@ -169,7 +172,8 @@ def find_reasons(interval: Interval, here: Mapping[str, Any]) -> list[str]:
     if files := describe_change(recorded_code(state), recorded_code(here)):
         reasons.append(f"the code differs: {files}")
     is_exact = state["config"]["trainer"].get("deterministic") is True
-    if not is_exact and not re.search(r" \([A-Z0-9_ ]+\)$", str(there.get("device"))):  # no CPU
+    # The name of a CPU ends with its instruction set in parentheses.
+    if not is_exact and not re.search(r" \([A-Z0-9_ ]+\)$", str(there.get("device"))):
         reasons.append("the run was on a GPU without trainer.deterministic=true")
     skipped = state["train_state"].get("skipped_steps") or []
     within = [step for step in skipped if interval.base < step <= interval.target]
@@ -186,25 +190,28 @@ def train_again(
     directory: Path,
     variables: Mapping[str, str],
 ) -> tuple[dict[int, HashByKind], dict[str, Any]]:
-    """Train an interval in a directory. Return the hashes by step, and the last state.json.
+    """Repeat the steps of an interval in a new run.
 
     Args:
-        directory: An empty temporary directory.
-        variables: More environment variables for the processes that train.
+        directory: An empty temporary directory for the new run.
+        variables: Additional environment variables for the processes that train.
+
+    Returns:
+        The hashes by step, and the state.json of the last step.
 
     Raises:
         UserError: The training failed.
     """
     threads = interval.state["environment"].get("threads")
     write_config(directory / "recorded", interval.state["config"])
-    typed = [*changes(recorded, interval, directory), *words]
+    overrides = [*changes(recorded, interval, directory), *words]
     before = dict(os.environ)
     if type(threads) is int:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.update(variables)
     try:
         with contextlib.redirect_stdout(StepLines()):
-            train(["again", str(directory / "recorded"), *typed], ranks)
+            train(["again", str(directory / "recorded"), *overrides], ranks)
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -216,7 +223,10 @@ def train_again(
 
 
 def write_config(directory: Path, config: Mapping[str, Any]) -> None:
-    """Write config.yaml without keys that a record must not decide or a replay does not need."""
+    """Write the config.yaml of the replay.
+
+    Leave out keys that a record must not decide, and keys that a replay does not need.
+    """
     kept: dict[str, Any] = {}
     for group, keys in config.items():
         kept[group] = {}
@@ -230,7 +240,7 @@ def write_config(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def changes(recorded: RecordedRun, interval: Interval, directory: Path) -> list[str]:
-    """Return the overrides that train the interval alone, in a run directory of its own."""
+    """Return the overrides that train only the interval, in a new run directory."""
     state = interval.state
     values: dict[str, Any] = {
         "run.root": str(directory),
@@ -253,7 +263,7 @@ def changes(recorded: RecordedRun, interval: Interval, directory: Path) -> list[
             values["optimizer.decay_from"] = paced_at or state["steps"]
     if text := recorded_text(state):
         values["data.verify"] = "always"
-        if state["config"]["data"].get("sources") is None:  # each source has a hash of its own
+        if state["config"]["data"].get("sources") is None:  # data.sources has no single hash
             values["data.sha256"] = text.sha256
     if state["config"]["ddp"].get("strategy") == "single":
         values["ddp.strategy"] = "auto"
@@ -261,7 +271,10 @@ def changes(recorded: RecordedRun, interval: Interval, directory: Path) -> list[
 
 
 def save_interval(expected: Mapping[int, HashByKind], interval: Interval) -> int | None:
-    """Return the interval of saves that hits all recorded steps. None saves at the end only."""
+    """Return snapshot.every_steps for the replay, so that it saves all steps with a recorded hash.
+
+    Return None if that would save too many snapshots. The replay then saves only the last step.
+    """
     steps = [step for step in expected if step > interval.base]
     every = math.gcd(*steps, interval.target)
     saves = (interval.target - interval.base) // every

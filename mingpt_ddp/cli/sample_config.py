@@ -1,4 +1,4 @@
-"""The arguments of the command that generates text."""
+"""The keys of the command `sample`."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -16,7 +16,7 @@ from mingpt_ddp.config.keys.fields import (
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """The keys of the command line, as the usage of commands/sample.py describes them."""
+    """The keys of the command `sample`. The usage in commands/sample.py describes them."""
 
     snapshot: str
     prompt: str = field(default="", metadata=FREE_TEXT)

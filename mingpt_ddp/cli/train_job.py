@@ -1,4 +1,4 @@
-"""A process that trains: compose, validate, start local workers, report an error as one line.
+"""Run a process that trains: compose and check the configuration, train, and report the outcome.
 
 `commands/train.py` calls `main`. `distributed/launch/workers.py` calls `train_as_worker` in each
 local worker.
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 def main(to_words: Callable[[list[str]], list[str]] = list) -> None:
-    """Train as the command line or a caller in Python says. Always exit through os._exit.
+    """Train the job of the command line, or of a caller in Python. Always exit through os._exit.
 
     Normal interpreter shutdown sometimes aborts in a background thread of torch, which torchrun
     counts as a failure.
@@ -65,10 +65,10 @@ def main(to_words: Callable[[list[str]], list[str]] = list) -> None:
 
 
 def _run(caller: Caller | None, to_words: Callable[[list[str]], list[str]]) -> Outcome:
-    """Train as the command line or the caller says, and return how that has ended.
+    """Train the job of the command line, or of a caller in Python, and return its outcome.
 
-    Hydra does not hand back what `task` returns. So `task` appends the outcome of a complete run to
-    `outcomes`, and a run that is not complete leaves Hydra by raising EndsProcess.
+    Hydra does not pass on the value that `task` returns. `task` therefore appends the outcome of a
+    complete run to `outcomes`. A run that is not complete leaves Hydra by raising EndsProcess.
     """
     exits = ProcessExit()
     outcomes = list[Outcome]()
@@ -115,12 +115,13 @@ def _run(caller: Caller | None, to_words: Callable[[list[str]], list[str]]) -> O
 
 
 def train(cfg: DictConfig, swept: Collection[str] | None, outcomes: list[Outcome]) -> float:
-    """Train what Hydra has composed: a single run, or a job that our sweeper does not run itself.
+    """Train the configuration that Hydra has composed: a single run, or a job of a sweep.
 
-    Such a job belongs to another sweeper, or runs in a process of an external launcher.
-    `study/sweeps/sweeper.py` runs all other jobs of a sweep, without this function.
+    A job of a sweep gets here only if it belongs to another sweeper, or runs in a process of an
+    external launcher. `study/sweeps/sweeper.py` runs all other jobs without this function.
 
     Args:
+        cfg: The composed configuration.
         swept: The keys that the sweep varies. None to derive them from Hydra's state.
         outcomes: If a single run is complete, its outcome is appended here.
 
@@ -128,7 +129,8 @@ def train(cfg: DictConfig, swept: Collection[str] | None, outcomes: list[Outcome
         The validation loss of a single run, or the objective of a job.
 
     Raises:
-        JobError: The job of a sweep has failed; another one may follow.
+        EndsProcess: The run is not complete, or no other job may follow.
+        JobError: The job of a sweep has failed. Another job may follow.
     """
     exits = ProcessExit()
     logs.to_console(exits.env)
@@ -160,21 +162,21 @@ def _train_run(job: Job, env: DistEnv, outcomes: list[Outcome]) -> float:
 
 
 def _check(job: Job) -> DistEnv:
-    """Check the job against this machine; return the environment of this process."""
+    """Check that this machine can run the job. Return the environment of this process."""
     config = job.config
     check_machine(config)
-    if job.place is None:  # the jobs of a sweep may all be complete, and then need no text
+    if job.place is None:  # in a sweep all jobs may be complete, and then they need no text
         check_text(config)
     ignored = sorted(key for key in job.command_line_keys if key.startswith("sweep."))
     if ignored and job.place is None:
-        log.warning("%s: without -m this is one run, no sweep", ", ".join(ignored))
+        log.warning("%s has no effect on a single run; add -m for a sweep", ", ".join(ignored))
     return read_env(config.ddp.ranks_here)
 
 
 def _set_up_process() -> None:
     # With the default threshold, garbage collection takes a third of the time to import torch.
     gc.set_threshold(20_000)
-    if os.getpid() == 1:  # in a container, where the kernel drops signals without a handler
+    if os.getpid() == 1:  # the kernel drops signals to the first process of a container
         signal.signal(signal.SIGTERM, lambda number, _: exit_process(None, 128 + number))
 
 
@@ -191,7 +193,7 @@ def _run_job_of(path: str) -> Outcome:
 
 
 def train_as_worker(text: str, ends: WorkerEnds) -> None:
-    """Train the job that the parent of this local worker has resolved; always exit.
+    """Train the job that the parent of this local worker has resolved. Always exit.
 
     Args:
         text: The job as JSON.

@@ -1,1 +1,1 @@
-"""Every key of the configuration: schema, validation, registry, Hydra helpers."""
+"""The configuration: the schema of its keys, validation, registered user code, and Hydra."""

@@ -1,8 +1,8 @@
-"""Tasks, models, optimizers, datasets and readers by name: built in, or of a user's Python file.
+"""Register tasks, models, optimizers, datasets and readers by name, and run users' Python files.
 
-A file is run only if the command line, or a YAML file that it selects, names it as `code`; names in
-a snapshot or in a run's recorded configuration are never followed. docs/your-own-model.md is the
-tutorial.
+A file is run only if the command line, or a YAML file that the command line selects, names it as
+`code`. A file that a snapshot or a recorded configuration names is never run.
+docs/your-own-model.md is the tutorial.
 """
 
 import contextlib
@@ -40,26 +40,28 @@ __all__ = [
 ]
 
 Builder = TypeVar("Builder", bound=Callable[..., Any])
-# By kind and name; the hooks of a run have no configuration.
+# Builders by kind and name. The kinds hook and action, which have no configuration, are here too.
 BUILDERS: dict[str, dict[str, Callable[..., Any]]] = {
     kind: {} for kind in (*BASES, "hook", "action")
 }
-# Of the kinds that are the value of a key of their group.
-VALUES = {"comm_hook": COMM_HOOKS, "schedule": SCHEDULES, **PARTS}
-TAKEN = "the name is taken; choose another"
+# For each kind whose name is the value of a key in another group (as ddp.comm_hook): the
+# configuration classes by name.
+CONFIGS_OF_KEYS = {"comm_hook": COMM_HOOKS, "schedule": SCHEDULES, **PARTS}
+TAKEN = "the name is taken; choose another name"
 MAX_ERROR_LENGTH = 500  # characters
 MAX_CODE_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
 class Registration:
-    """What a user's file has registered."""
+    """A builder that a user's file has registered under a name."""
 
     group: str
     name: str
     config: type | None
     builder: Callable[..., Any]
-    files: Callable[[Any], Iterable[str | Path]] | None = None  # that a reader reads
+    # For a reader of text: returns the local files that the reader depends on. None if unknown.
+    files: Callable[[Any], Iterable[str | Path]] | None = None
 
     def add(self) -> None:
         BUILDERS[self.group][self.name] = self.builder
@@ -73,23 +75,23 @@ class Registration:
 
 
 def _configs(kind: str) -> dict[str | None, type]:
-    """Return the configurations of a kind by name, where the schema looks them up."""
-    if kind in VALUES:
-        return VALUES[kind]
+    """Return the schema's table of configuration classes of a kind, by name."""
+    if kind in CONFIGS_OF_KEYS:
+        return CONFIGS_OF_KEYS[kind]
     return GROUPS["data" if kind == "dataset" else kind][1]
 
 
 @dataclass(frozen=True)
 class UserFile:
-    """A user's file that has been run."""
+    """A user's file that this process has run."""
 
     sha256: str
-    entries: list[Registration]
+    registrations: list[Registration]
 
 
-_files: dict[Path, UserFile] = {}  # files run so far
-_entries: list[Registration] = []  # registered so far, one after the other
-CHOSEN: dict[str, Path] = {}  # the files that the configuration names, by group
+_files: dict[Path, UserFile] = {}  # all files run so far
+_registrations: list[Registration] = []  # all registrations so far, in order
+CHOSEN_FILES: dict[str, Path] = {}  # files that the current configuration names, by group
 
 
 def register(
@@ -99,36 +101,43 @@ def register(
     *,
     files: Callable[[Any], Iterable[str | Path]] | None = None,
 ) -> Callable[[Builder], Builder]:
-    """Register a class or function under a name, as a decorator.
+    """Return a decorator that registers a class or function under a name.
 
     Args:
-        group: "task", for a subclass of `mingpt_ddp.tasks.Task`; "model", for a class or function
-            (config, outputs, inputs) -> nn.Module, see `Task.build_model`; "optimizer", for (model,
-            config) -> torch.optim.Optimizer; "dataset", for (config) ->
-            `mingpt_ddp.data.samples.Datasets`; "data", for (config) -> an iterator of str, the
-            pieces of the text in order; "schedule", for a pure function (step, steps, config) ->
-            the learning rate of a step over `optimizer.lr`, where steps count from 1; "attention",
-            "mlp", "norm" or "activation", for a part of a block as in `mingpt_ddp.parts`.
-        name: the value of `task.name`, `model.architecture`, `optimizer.name`, `data.dataset`,
-            `data.reader`, `optimizer.schedule` or `model.<the part>` that selects it.
-        config: its keys: a frozen dataclass that inherits from TaskConfig, ModelConfig,
-            OptimizerConfig, DatasetConfig, DataConfig, ScheduleConfig or PartConfig.
+        group: The kind of the class or function:
+            "task": a subclass of `mingpt_ddp.tasks.Task`.
+            "model": (config, outputs, inputs) -> nn.Module. See `Task.build_model`.
+            "optimizer": (model, config) -> torch.optim.Optimizer.
+            "dataset": (config) -> `mingpt_ddp.data.samples.Datasets`.
+            "data": (config) -> an iterator of str, the pieces of the text in order.
+            "schedule": (step, steps, config) -> the learning rate of a step, divided by
+            `optimizer.lr`. A pure function. Steps count from 1.
+            "attention", "mlp", "norm", "activation": a part of a block, as in `mingpt_ddp.parts`.
+        name: The name. A configuration selects it as the value of `task.name`,
+            `model.architecture`, `optimizer.name`, `data.dataset`, `data.reader`,
+            `optimizer.schedule`, or `model.attention` and the other parts.
+        config: The keys of the class or function: a frozen dataclass that inherits from TaskConfig,
+            ModelConfig, OptimizerConfig, DatasetConfig, DataConfig, ScheduleConfig or PartConfig.
         files: Only for "data": (config) -> the local files on which the text depends. The reader is
             called again if one of them, or the Python file, has changed. Without `files`, the
             reader is called at every start.
 
     Raises:
-        ValueError, TypeError: an unknown group, a name that is taken, or an unsuitable `config`.
+        ValueError: The group is unknown, or the name is taken.
+        TypeError: `config` is not a suitable class.
     """
     if group not in BASES:
         raise ValueError(f"@register({group!r}, ...): the group must be one of {', '.join(BASES)}")
     if files is not None and group != "data":
-        raise ValueError(f"@register({group!r}, {name!r}, ...): only a reader of text has files")
+        raise ValueError(
+            f'@register({group!r}, {name!r}, ...): files is only for a reader of text ("data")'
+        )
     if name in _configs(group):
         raise ValueError(f"@register({group!r}, {name!r}, ...): {TAKEN}")
     label = getattr(config, "__name__", repr(config))
     inherits = isinstance(config, type) and issubclass(config, BASES[group])
-    if not inherits or "__dataclass_fields__" not in vars(config):  # its base's does not count
+    # vars() ignores the fields of the base class, so it shows if `config` itself is a dataclass.
+    if not inherits or "__dataclass_fields__" not in vars(config):
         raise TypeError(
             f"{label} must be a subclass of {BASES[group].__name__} with @dataclass(frozen=True)"
         )
@@ -143,94 +152,101 @@ def register(
             )
 
     def add(builder: Builder) -> Builder:
-        add_entry(Registration(group, name, config, builder, files))
+        add_registration(Registration(group, name, config, builder, files))
         return builder
 
     return add
 
 
 def register_comm_hook(name: str) -> Callable[[Builder], Builder]:
-    """Register a communication hook of DDP under a name, as a decorator.
+    """Return a decorator that registers a communication hook of DDP under a name.
 
     The hook is a function (state, bucket: torch.distributed.GradBucket) ->
-    torch.futures.Future[Tensor], as torch's own: the future holds the average of `bucket.buffer()`
-    over all ranks, with the same bits on each. `state` is None, because snapshots hold no state of
-    hooks.
+    torch.futures.Future[Tensor], like the hooks of torch. The future holds the average of
+    `bucket.buffer()` over all ranks, with the same bits on each rank. `state` is None, because
+    snapshots do not contain the state of hooks.
 
     Args:
-        name: the value of `ddp.comm_hook` that selects it.
+        name: The value of `ddp.comm_hook` that selects the hook.
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: The name is taken.
     """
     return register("comm_hook", name, DDPConfig)
 
 
-def add_entry(entry: Registration) -> None:
-    """Register what a user's file has."""
-    entry.add()
-    _entries.append(entry)
+def add_registration(registration: Registration) -> None:
+    """Register a builder, and record that the file which is now running has registered it."""
+    registration.add()
+    _registrations.append(registration)
 
 
 def reader_of(name: str) -> tuple[Registration, str] | None:
-    """Return a reader and the SHA-256 of its file, or None if it is not in a user's file."""
+    """Return the registration of a reader and the SHA-256 of its file.
+
+    Return None if no user's file has registered the reader.
+    """
     for file in _files.values():
-        for entry in file.entries:
-            if entry.builder is BUILDERS["data"][name]:
-                return entry, file.sha256
+        for registration in file.registrations:
+            if registration.builder is BUILDERS["data"][name]:
+                return registration, file.sha256
     return None
 
 
 def run_code(
     values: dict[str, Any], directories: list[Path], presets: Mapping[str, Any] | None = None
 ) -> None:
-    """Run the files that a configuration names.
+    """Run the Python files that a configuration names as `code`.
 
     Args:
-        values: a configuration composed from the command line, never one read from a run or
-            snapshot.
-        directories: of presets, in Hydra's order.
-        presets: the chosen ones by group.
+        values: A configuration composed from the command line. Never pass one that was read from a
+            run or a snapshot, because it is untrusted.
+        directories: Directories of presets, in Hydra's order.
+        presets: The chosen preset of each group.
 
     Raises:
-        CodeError: a file raised an exception; names the file and line.
-        ConfigError: a file does not exist.
+        CodeError: A file raised an exception. The message names the file and the line.
+        ConfigError: A file does not exist.
     """
-    for file in _files.values():  # of earlier jobs of the sweep
-        for entry in file.entries:
-            entry.remove()
-    CHOSEN.clear()
+    for file in _files.values():  # earlier jobs of a sweep may have run these
+        for registration in file.registrations:
+            registration.remove()
+    CHOSEN_FILES.clear()
     for group in BASES:
         keys = values.get(group)
         if isinstance(keys, dict) and keys.get("code") is not None:
             folders = _folders(group, directories, presets or {})
-            CHOSEN[group] = _find(keys["code"], f"{group}.code", folders)
-            run_file(CHOSEN[group], f"{group}.code")
+            CHOSEN_FILES[group] = _find(keys["code"], f"{group}.code", folders)
+            run_file(CHOSEN_FILES[group], f"{group}.code")
 
 
 def code_roots() -> list[Path]:
-    """List the user's files that a run begins with; what they import belongs to its code too.
+    """List the user's files from which a run starts.
 
-    These are the files that the configuration names, and the script that was started if it
-    registers a part.
+    These are the files that the configuration names, and the started script if it registers
+    something. The files that they import also belong to the code of the run.
     """
-    roots = [path.resolve() for path in CHOSEN.values()]
-    parts = [part for by_name in BUILDERS.values() for part in by_name.values()]
-    if any(getattr(part, "__module__", "") == "__main__" for part in parts):
+    roots = [path.resolve() for path in CHOSEN_FILES.values()]
+    builders = [builder for by_name in BUILDERS.values() for builder in by_name.values()]
+    if any(getattr(builder, "__module__", "") == "__main__" for builder in builders):
         roots += filter(None, [loaded_code.script_path()])
     return roots
 
 
 def chosen_sha256() -> dict[str, str]:
     """Return the SHA-256 of the files that the configuration names, by group."""
-    return {group: _files[path.resolve()].sha256 for group, path in CHOSEN.items()}
+    return {group: _files[path.resolve()].sha256 for group, path in CHOSEN_FILES.items()}
 
 
 def _folders(group: str, directories: list[Path], presets: Mapping[str, Any]) -> list[Path]:
-    """List the folders to search: next to the preset, next to the recipe, then above both."""
+    """List the folders to search for a file.
+
+    First the folder of the group's preset, then the folder of the experiment, then the directories
+    of all presets.
+    """
     folders = []
     for each in (group, "experiment"):
-        preset = Path(each, str(presets.get(each)))  # perhaps in a subfolder
+        preset = Path(each, str(presets.get(each)))  # the name may contain a subfolder
         folders += [directory / preset.parent for directory in directories]
     return [*dict.fromkeys([*filter(Path.is_dir, folders), *directories])]
 
@@ -240,23 +256,24 @@ def _find(code: Any, key: str, folders: list[Path]) -> Path:
     for folder in folders:
         if (folder / code).is_file():
             return folder / code
-    looked = ", ".join(map(str, folders))
+    searched = ", ".join(map(str, folders))
     advice = "put it next to the YAML file and pass --config-dir"
     if (here := Path(code)).is_file():
         advice = shlex.join(["write", f"--config-dir={here.parent}", f"{key}={here.name}"])
-    raise ConfigError(f"{key}={code} was not found in {looked}; {advice}")
+    raise ConfigError(f"{key}={code} was not found in {searched}; {advice}")
 
 
 def _require_local_file(code: Any, key: str) -> None:
     if not isinstance(code, str) or "://" in code or not code.endswith(".py"):
-        raise ConfigError(f"{key}={code} must be a local Python file, as in mine.py")
+        raise ConfigError(f"{key}={code} must be a local Python file, such as mine.py")
 
 
 def run_file(path: Path, key: str) -> None:
-    """Run a file, unless this process has run it before, and register its names.
+    """Register the names of a user's file. Run the file if this process has not run it before.
 
     Args:
-        key: the configuration key that names the file, for messages.
+        path: The file.
+        key: The configuration key that names the file, for messages.
     """
     _require_local_file(str(path), key)
     path = path.resolve()
@@ -271,34 +288,38 @@ def run_file(path: Path, key: str) -> None:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # last: files there shadow no installed packages
     _files[path] = UserFile(digest, [])
-    first = len(_entries)
+    first = len(_registrations)
     try:
-        # compile, unlike import, writes no __pycache__ to the user's directory
+        # Unlike an import, `compile` writes no __pycache__ to the user's directory.
         with attribute_errors_to_user_code():
             exec(_compile(content, path), module.__dict__)
-    except BaseException:  # the next job of the sweep is to see it, too
+    except BaseException:
+        # Forget the file, so that the next job of the sweep fails in the same way.
         del _files[path]
-        for entry in _entries[first:]:
-            entry.remove()
+        for registration in _registrations[first:]:
+            registration.remove()
         raise
-    _files[path].entries.extend(_entries[first:])
+    _files[path].registrations.extend(_registrations[first:])
     loaded_code.keep(path, content)
     loaded_code.look()
 
 
 def _register_again(path: Path) -> None:
-    """Register the names of a file that this process has run."""
-    for entry in _files[path].entries:
-        if BUILDERS[entry.group].get(entry.name, entry.builder) is not entry.builder:
-            decorator = f"@register({entry.group!r}, {entry.name!r}, ...)"
+    """Register the names of a file again that this process has run for an earlier job."""
+    for registration in _files[path].registrations:
+        if (
+            BUILDERS[registration.group].get(registration.name, registration.builder)
+            is not registration.builder
+        ):
+            decorator = f"@register({registration.group!r}, {registration.name!r}, ...)"
             raise CodeError(f"{relative_path(path)}: {decorator}: {TAKEN}")
-        entry.add()
+        registration.add()
 
 
 def _read_code(path: Path, key: str) -> bytes:
     try:
         status = path.stat()
-        # reading a pipe would block
+        # Refuse a pipe, because reading it would block.
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_CODE_BYTES:
             raise OSError(f"it is not a file of at most {MAX_CODE_BYTES:,} bytes")
         return path.read_bytes()
@@ -310,10 +331,10 @@ def _compile(content: bytes, path: Path) -> types.CodeType:
     try:
         return compile(content, str(path), "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
-        # with the line, which attribute_errors_to_user_code shows
+        # An error with a file name also has a line, which attribute_errors_to_user_code shows.
         if getattr(error, "filename", None):
             raise
-        raise CodeError(f"{relative_path(path)} is not Python: {error}") from error
+        raise CodeError(f"{relative_path(path)} is not Python code: {error}") from error
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The whole configuration: Hydra's DictConfig in, frozen dataclasses out, and their digest."""
+"""The configuration of a run: checked and frozen dataclasses, made from Hydra's DictConfig."""
 
 import dataclasses
 import hashlib
@@ -30,7 +30,7 @@ from mingpt_ddp.errors import ConfigError
 
 LIMITS = ("max_epochs", "max_steps", "max_minutes")
 DEFAULT_CHOICE = {"task": "language_model"}
-# Groups that a recorded configuration of format 2 may lack.
+# Groups that a recorded configuration of format 2 may lack, with their values.
 LATER_GROUPS: dict[str, Any] = {"task": {}, "tracker": {}}
 KEYS = known_keys()  # the keys of the schema, without the keys that users register
 # config.yaml and snapshots omit these keys if they are null.
@@ -53,9 +53,9 @@ class Config:
     sweep: SweepConfig
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for YAML and JSON, without the group `sweep`."""
+        """Return the configuration as plain values for YAML and JSON, without the group `sweep`."""
         values = _as_json_values(dataclasses.asdict(self))
-        # Another schedule of the jobs must not change the configuration of a job.
+        # The configuration of a job must not depend on when and where the sweep runs the job.
         del values["sweep"]
         return {group: _without_optional_nulls(keys) for group, keys in values.items()}
 
@@ -70,7 +70,7 @@ class Config:
 
 
 def named_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys that enter a run's name, with their defaults. A required key has None.
+    """Return the keys that are part of a run's name, with their defaults (None if required).
 
     Args:
         values: A configuration as plain values. Its model, optimizer and reader determine the keys.
@@ -87,11 +87,12 @@ def named_keys(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def named_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that enter a run's name, as the input of its hash.
+    """Return the values whose hash is part of a run's name.
 
-    Keys at their default are omitted, so that a key added later renames no run. Storage, limits,
-    distribution, saving and logging do not count. The seed does: two seeds are two runs. The
-    content of a user's file does not, so that a run resumes after a bug fix in the file.
+    Keys with their default values are omitted, so that a key that a later version adds does not
+    rename a run. Keys about storage, limits, distribution, saving and logging are not part of the
+    name. The seed is, because two seeds are two runs. The content of a user's file is not, so that
+    a run can resume after a bug fix in the file.
     """
     flat = flatten(values)
     changed = {}
@@ -102,9 +103,9 @@ def named_values(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def effect_of(key: str) -> Effect:
-    """Return the effect of a key of a recorded configuration, `group.key`.
+    """Return the effect of a recorded key (`group.key`) on results.
 
-    A key of a user or of a later version counts as one that changes the training.
+    A key of a user, or of a later version of the package, counts as one that changes the training.
     """
     if key not in KEYS:
         return "training"
@@ -115,7 +116,7 @@ def effect_of(key: str) -> Effect:
 def decides_bits(key: str, value: Any) -> bool:
     """Return True if this recorded value may change the bits of a step.
 
-    A key that does not enter a run's name counts only if its value is not the default.
+    A key that is not part of a run's name counts only if its value is not the default.
     """
     if effect_of(key) not in ("training", "rounding"):
         return False
@@ -141,7 +142,7 @@ def _without_optional_nulls(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def default_values(cls: type) -> dict[str, Any]:
-    """Return a group's keys that have a default, with values as in a YAML file."""
+    """Return the defaults of a dataclass as in a YAML file, without its required keys."""
     defaults = {}
     for field in fields(cls):
         if field.default is not dataclasses.MISSING:
@@ -150,7 +151,7 @@ def default_values(cls: type) -> dict[str, Any]:
 
 
 def to_plain(cfg: DictConfig) -> dict[str, Any]:
-    """Return the plain values that Hydra has composed, with interpolations resolved.
+    """Convert a composed configuration of Hydra to plain values. Resolve its interpolations.
 
     Raises:
         ConfigError: A value is missing or cannot be resolved.
@@ -163,14 +164,14 @@ def to_plain(cfg: DictConfig) -> dict[str, Any]:
 
 
 def explain_value(error: OmegaConfBaseException) -> str:
-    """Describe the error of a value in one line that begins with its key."""
+    """Describe an error of OmegaConf in one line that begins with the key."""
     key = f"{error.full_key}: " if error.full_key else ""
     first = str(error).splitlines()[0]
     return key + re.sub(r"^\w+ (raised )?while resolving interpolation: ", "", first)
 
 
 def from_mapping(values: dict[str, Any]) -> Config:
-    """Return the typed configuration of plain values, as in a YAML file or a snapshot.
+    """Build and check the configuration from plain values, as in a YAML file or a snapshot.
 
     Raises:
         ConfigError: A key or value is invalid. The message is one line that names the key.
@@ -183,12 +184,14 @@ def from_mapping(values: dict[str, Any]) -> Config:
 
 
 def drop_defaults_of_others(group: str, values: Any, command_line_keys: set[str]) -> None:
-    """Drop the keys of a preset that the task or optimizer called `name` does not have.
+    """Drop keys that the chosen task or optimizer does not have, from the values of a group.
 
-    A key is dropped only if it has its default and is not on the command line. Any other unknown
-    key is refused later.
+    Such keys come from the preset of another task or optimizer. A key is dropped only if it has the
+    default value and is not on the command line. `build_group` refuses all other unknown keys.
 
     Args:
+        group: "task" or "optimizer".
+        values: Values of the group. Changed in place.
         command_line_keys: Keys from the command line.
     """
     classes = GROUPS[group][1]
@@ -202,10 +205,11 @@ def drop_defaults_of_others(group: str, values: Any, command_line_keys: set[str]
 
 
 def build_group(group: str, values: Any) -> Any:
-    """Return one group of the configuration, typed.
+    """Build and check the dataclass of one group from plain values.
 
     Raises:
         NotRegisteredError: The selected name is not registered.
+        ConfigError: The group is missing, or a key or value is invalid.
     """
     selectors, classes = GROUPS[group]
     may_be_empty = not selectors or group in DEFAULT_CHOICE
@@ -221,7 +225,9 @@ def build_group(group: str, values: Any) -> Any:
     if not (choice is None or isinstance(choice, str)) or choice not in names:
         key = f"{group}.{selector}={str(choice)[:100]}"
         if names in ([], [None]):
-            raise NotRegisteredError(f"{key} is registered by no Python file named as code")
+            raise NotRegisteredError(
+                f"{key} is not registered by any Python file that is named as code"
+            )
         known = ", ".join("null" if name is None else name for name in names)
         raise NotRegisteredError(f"{key} must be one of {known}")
     known_keys = field_types(classes[choice])

@@ -1,4 +1,4 @@
-"""Suggest the key that an unknown key was meant to be; nanoGPT's names count."""
+"""Suggest a key for an unknown key, such as a misspelled key or a name from nanoGPT."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -8,10 +8,11 @@ from mingpt_ddp.config.keys.components import DatasetConfig
 from mingpt_ddp.config.keys.schema import GROUPS
 from mingpt_ddp.config.validation import did_you_mean, hint_at
 
-# Similarity that a key of another group must have: the word may have nothing to do with any key.
+# A suggested key of another group must be this similar, because the user's word may have nothing to
+# do with any key.
 MIN_SIMILARITY = 0.75
-# For each name of nanoGPT: our key, perhaps with its formula, or our group.
-NANOGPT = {
+# For each name in nanoGPT: our key (with a formula if the values differ), or our group.
+NANOGPT_KEYS = {
     "out_dir": "run.root",
     "wandb_log": "tracker",
     "wandb_run_name": "run.name",
@@ -35,10 +36,11 @@ NANOGPT = {
 
 
 def suggest(key: str, chosen: Iterable[str] | None = None) -> str:
-    """Return a suggestion for an unknown dotted key, from its group or from all keys.
+    """Return a suggestion for an unknown dotted key, as the end of a message. "" if there is none.
 
     Args:
-        chosen: Names of the keys in its group, if the group is known.
+        chosen: Names of the keys that the chosen model, optimizer and so on has. None to suggest
+            keys from all groups.
     """
     known = [*GROUPS, *known_keys()]
     group, _, name = key.rpartition(".")
@@ -48,23 +50,23 @@ def suggest(key: str, chosen: Iterable[str] | None = None) -> str:
         names = [k.removeprefix(f"{group}.") for k in known if k.startswith(f"{group}.")]
     if key in known:
         return f" of the chosen {group}"
-    if name in NANOGPT:
-        return f"; did you mean {NANOGPT[name]}?"
+    if name in NANOGPT_KEYS:
+        return f"; did you mean {NANOGPT_KEYS[name]}?"
     alike = [other for other in known if other.endswith(f".{name}")]
     if alike and (not group or group in GROUPS or len(alike) == 1):
         return f"; did you mean {alike[0]}?"
     if names:
         return f"; {hint_at(name, names, f'{group}.')}"
     meant = did_you_mean(key, known, MIN_SIMILARITY)
-    if meant is None and not alike:  # a name that several groups have does not hint at one of them
-        by_name = NANOGPT | {k.rpartition(".")[2]: k for k in reversed(known)}
+    if meant is None and not alike:  # if several groups have the name, it hints at none of them
+        by_name = NANOGPT_KEYS | {k.rpartition(".")[2]: k for k in reversed(known)}
         similar = did_you_mean(name, by_name, MIN_SIMILARITY)
         meant = None if similar is None else by_name[similar]
     return "" if meant is None else f"; did you mean {meant}?"
 
 
 def known_keys() -> dict[str, dataclasses.Field[Any]]:
-    """Return the fields of all keys by dotted name."""
+    """Return the dataclass field of each key, by dotted name."""
     known = {}
     for group, (_, classes) in GROUPS.items():
         for cls in classes.values():

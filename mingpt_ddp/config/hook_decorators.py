@@ -1,56 +1,65 @@
-"""Register the hooks of a user's file: observers, and those that act on a run."""
+"""Register hooks: functions of a user that a run calls, and that may act on the run."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from mingpt_ddp.config.builders import BUILDERS, Registration, add_entry
+from mingpt_ddp.config.builders import BUILDERS, Registration, add_registration
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 EVENTS = ("step", "evaluate", "end")
 ACTIONS = ("gradients", "update", "evaluation")
-METHODS = ("__call__", "state_dict", "load_state_dict")  # of a class that acts
+METHODS = ("__call__", "state_dict", "load_state_dict")  # a class that acts must have these
 
 
 def on(event: str) -> Callable[[Hook], Hook]:
-    """Register a hook, as a decorator: a function that is called during a run and cannot change it.
+    """Return a decorator that registers a hook: a function that observes a run.
+
+    The run calls the hook with the arguments of the event. A hook cannot change the run.
 
     Args:
-        event: "step", at every line of the log: (step, metrics); "evaluate": (step, metrics of the
-            validation split); "end": (result,), the content of result.json.
+        event: The event that calls the hook:
+            "step": at every log line, with (step, metrics).
+            "evaluate": after every evaluation, with (step, metrics of the validation split).
+            "end": at the end, with (result,), the content of result.json.
 
     Raises:
-        ValueError: an unknown event, or another hook of it has the name.
+        ValueError: The event is unknown, or it has another hook with the same name.
     """
     return _decorator("on", "hook", event, EVENTS)
 
 
 def acts(event: str) -> Callable[[Hook], Hook]:
-    """Register a hook that acts, as a decorator: a function that all ranks call in every step.
+    """Return a decorator that registers a hook that acts on a run. All ranks call it.
 
-    To keep state, decorate a class instead. Each run makes one instance, without arguments, and
-    calls it. The class has `state_dict()`, which returns a flat dictionary of tensors, numbers and
-    text, the same on all ranks, and `load_state_dict(state)`, which gets tensors on the run's
-    device.
-    A class of "gradients" may also have `micro_batch(gradients)`. It is called after the backward
-    pass of each micro-batch, on the rank that ran it. It gets copies of the gradients of the mean
-    loss of this micro-batch, by parameter, before they are averaged. It returns a dictionary of
-    small tensors, and must not change the state. `__call__` then takes (step, gradients,
-    micro_batches). The last one is a dictionary that is the same on all ranks. For each name that
-    `micro_batch` returned, it has one fp64 tensor (number of micro-batches, ...), in the order of
-    the micro-batches.
     A hook may return metrics by name, as a task's `loss` does. An exception ends the run.
 
+    To keep state, decorate a class. Each run makes one instance, without arguments, and calls it.
+    The class has two more methods. `state_dict()` returns a flat dictionary of tensors, numbers and
+    text, which is the same on all ranks. `load_state_dict(state)` gets it back, with tensors on the
+    run's device.
+
+    A class for "gradients" may also have the method `micro_batch(gradients)`. It is called after
+    the backward pass of each micro-batch, on the rank that ran the micro-batch. Its argument has
+    copies of the gradients of the micro-batch's mean loss, by parameter, before ranks average them.
+    It returns a dictionary of small tensors, and must not change the state. `__call__` then takes
+    (step, gradients, micro_batches). `micro_batches` is a dictionary that is the same on all ranks.
+    For each name that `micro_batch` returned, it has one fp64 tensor (number of micro-batches,
+    ...), in the order of the micro-batches.
+
     Args:
-        event: "gradients", after the passes and before the clipping: (step, gradients), averaged
-            over the ranks and without the loss scale, by parameter, to be changed in place;
-            "update", after the optimizer: (step, weights), by parameter, to be changed in place;
-            "evaluation", of the validation split: (evaluation,), a
+        event: The event that calls the hook:
+            "gradients": after the passes of a step and before the clipping, with (step, gradients).
+            The gradients, by parameter, are averaged over the ranks and do not contain the loss
+            scale. The hook may change them in place.
+            "update": after the optimizer, with (step, weights). The hook may change the weights, by
+            parameter, in place.
+            "evaluation": after the validation split is evaluated, with (evaluation,), a
             `mingpt_ddp.tasks.evaluation.Evaluation`.
-            With fsdp and tensor parallelism a tensor holds this rank's shard.
+            With fsdp and tensor parallelism, each tensor holds the shard of this rank.
 
     Raises:
-        ValueError: an unknown event, or another hook of it has the name.
-        TypeError: neither a function nor such a class.
+        ValueError: The event is unknown, or it has another hook with the same name.
+        TypeError: The hook is neither a function nor a class with the methods above.
     """
     add = _decorator("acts", "action", event, ACTIONS)
 
@@ -61,13 +70,13 @@ def acts(event: str) -> Callable[[Hook], Hook]:
             missing = [method for method in METHODS if method not in dir(hook)]
             if missing:
                 raise TypeError(
-                    f"@acts({event!r}): the class {hook.__name__} has no {missing[0]}; it needs "
-                    f"{', '.join(METHODS)}"
+                    f"@acts({event!r}): the class {hook.__name__} does not have {missing[0]}; it "
+                    f"needs {', '.join(METHODS)}"
                 )
             if event != "gradients" and hasattr(hook, "micro_batch"):
                 raise TypeError(
                     f"@acts({event!r}): the class {hook.__name__} has a method micro_batch, which "
-                    'is called for @acts("gradients") alone'
+                    'only @acts("gradients") calls'
                 )
         added: Hook = add(hook)
         return added
@@ -83,9 +92,9 @@ def _decorator(name: str, kind: str, event: str, events: tuple[str, ...]) -> Any
         key = f"{event} {hook.__module__}.{hook.__qualname__}"
         if BUILDERS[kind].get(key, hook) is not hook:
             raise ValueError(
-                f"@{name}({event!r}) has two hooks {hook.__qualname__}; give them two names"
+                f"@{name}({event!r}) has two hooks named {hook.__qualname__}; rename one of them"
             )
-        add_entry(Registration(kind, key, None, hook))
+        add_registration(Registration(kind, key, None, hook))
         return hook
 
     return add

@@ -1,4 +1,4 @@
-"""A job: everything that is known about a run before torch is imported, and how it is named."""
+"""A job: a run with its checked configuration and its name, before torch is imported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mingpt_ddp.config.config import (
 from mingpt_ddp.errors import ConfigError, UserError, pack_error, unpack_error
 
 BATCH_SIZES = ("trainer.batch_size", "trainer.batch_size_per_rank")
-NOTHING: Mapping[str, str] = MappingProxyType({})
+EMPTY: Mapping[str, str] = MappingProxyType({})
 
 
 class RunStatus(str, Enum):
@@ -32,7 +32,7 @@ class RunStatus(str, Enum):
     COMPLETE = "complete"  # the run has reached its limits
     PREEMPTED = "preempted"  # a signal has stopped the run; the same command resumes it
     PRUNED = "pruned"  # a pruner has ended this job, because other jobs did better
-    FAILED = "failed"  # an error has ended it; no result.json has this status
+    FAILED = "failed"  # an error has ended the run; result.json never has this status
 
 
 class Reporter(Enum):
@@ -40,7 +40,7 @@ class Reporter(Enum):
 
     ONE_RANK = "one rank"  # every rank may have the error: one rank of each agent prints it
     THIS_RANK = "this rank"
-    NOBODY = "nobody"  # it is printed already, or workers have printed it
+    NOBODY = "nobody"  # the error is printed already, perhaps by workers
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class Outcome:
     was_needed: bool = True
     # True if no other job may follow in this process, because other ranks may not have failed.
     ends_process: bool = False
-    # Of a sweep: directories to report, and the metric that ranks them (None for the default one).
+    # Only for a sweep: the directories to report, and the metric that ranks them. None means the
+    # default metric.
     directories: tuple[Path, ...] = ()
     metric: str | None = None
     job: int = 0  # number of the job in its sweep
@@ -83,7 +84,7 @@ class Outcome:
 
     @classmethod
     def from_json(cls, text: str) -> Outcome:
-        """Return the outcome that `to_json` has written in another process."""
+        """Read an outcome that `to_json` has written in another process."""
         values = json.loads(text)
         error: Any = values["error"] and unpack_error(values["error"])
         return cls(
@@ -96,9 +97,9 @@ class Outcome:
 
 
 class EndsProcess(BaseException):
-    """Leave Hydra, and any of its sweepers, with an outcome after which no other job may start.
+    """Leave Hydra and its sweepers with an outcome after which no other job may start.
 
-    This is not a subclass of Exception, because Hydra or a sweeper would catch that.
+    This is not a subclass of Exception, because Hydra or a sweeper would catch an Exception.
     """
 
     def __init__(self, outcome: Outcome) -> None:
@@ -159,10 +160,10 @@ class Job:
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        """Return the job that `to_json` or `job_json` has written. Run the user's files it names.
+        """Read a job that `to_json` or `job_json` has written. Run the user's files that it names.
 
         Raises:
-            ConfigError, CodeError: A key, a value or a user's file is invalid; one line.
+            ConfigError, CodeError: A key, a value or a user's file is invalid.
         """
         return cls.build(**json.loads(text))
 
@@ -175,16 +176,23 @@ class Job:
         presets: Mapping[str, str],
         hydra_files: Mapping[str, str],
     ) -> Job:
-        """Return the job of a composed configuration. Run the user's files that it names.
+        """Check a composed configuration, run the user's files that it names, and return its job.
+
+        Args:
+            values: Plain values by group and key.
+            command_line_keys: Keys from the command line, and the keys that contain them.
+            preset_directories: Directories of presets, in Hydra's order.
+            presets: The chosen preset of each group.
+            hydra_files: Contents of `.hydra/`, by name.
 
         Raises:
-            ConfigError, CodeError: A key, a value or a user's file is invalid; one line.
+            ConfigError, CodeError: A key, a value or a user's file is invalid.
         """
         keys = {*command_line_keys}
         if keys >= {*BATCH_SIZES}:
             raise ConfigError(
-                "trainer.batch_size and trainer.batch_size_per_rank exclude each other; give one "
-                "of them"
+                "trainer.batch_size and trainer.batch_size_per_rank exclude each other; set one of "
+                "them"
             )
         _prefer_given_limit(values.get("trainer"), keys)
         directories = tuple(preset_directories)
@@ -200,8 +208,8 @@ def job_json(
     values: Mapping[str, Any],
     command_line_keys: Iterable[str],
     preset_directories: Iterable[str],
-    presets: Mapping[str, str] = NOTHING,
-    hydra_files: Mapping[str, str] = NOTHING,
+    presets: Mapping[str, str] = EMPTY,
+    hydra_files: Mapping[str, str] = EMPTY,
 ) -> str:
     """Return the arguments of `Job.build` as JSON. They are not checked."""
     arguments = {
@@ -215,7 +223,7 @@ def job_json(
 
 
 def _prefer_given_limit(trainer: Any, command_line_keys: Container[str]) -> None:
-    """Let limits or a batch size from the command line replace those from presets and defaults."""
+    """Let limits and a batch size from the command line replace other limits and batch sizes."""
     if "trainer.batch_size" in command_line_keys:
         trainer["batch_size_per_rank"] = None
     given = {limit for limit in LIMITS if f"trainer.{limit}" in command_line_keys}
@@ -231,7 +239,7 @@ def run_name(config: Config, extra: dict[str, Any] | None = None) -> str:
     """
     if config.run.name:
         return config.run.name
-    # Weights to start from bring their own model, which is not known before the run reads them.
+    # The weights to start from determine the model, which is not known before the run reads them.
     weights = config.run.init_from
     model = config.model.name if weights is None else f"from_{PurePosixPath(weights).name}"
     return f"{_slug(config.data.label)}-{_slug(model)}-{config.digest(extra)}"
@@ -266,13 +274,13 @@ def job_name(config: Config, swept: Mapping[str, str]) -> str:
 
 
 def existing_name(job: Job) -> str:
-    """Return the `run.name` of a job of a sweep: the name of its directory, if that exists.
+    """Return the `run.name` of a job of a sweep, with the name of its directory if that exists.
 
-    A directory whose name ends with the digest of the job belongs to it, even if an edit of the
-    sweep has changed the readable part.
+    A directory whose name ends with the digest of the job belongs to the job. The readable part of
+    its name may differ, because the sweep was edited.
     """
     name = PurePosixPath(run_name(job.config))
-    if name.parent == PurePosixPath("."):  # the sweep has no directory of its own
+    if name.parent == PurePosixPath("."):  # the sweep does not have its own directory
         return str(name)
     digest = name.name.rpartition("-")[2]
     found = sorted(job.directory.parent.glob(f"*-{digest}"))

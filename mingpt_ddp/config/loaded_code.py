@@ -1,6 +1,7 @@
-"""The user's Python files that this process has loaded, each with the SHA-256 that it had then.
+"""Record the user's Python files that this process has loaded, and their hashes.
 
-A file is hashed once, when it is first seen: an edit that is saved later does not train here.
+A file is hashed once, when it is first seen. If the user edits it later, this process still runs
+the old code.
 """
 
 import contextlib
@@ -13,14 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
-INSTALLED = {"site-packages", "dist-packages"}  # folders of libraries
-# The standard library, the package, and the Hydra plugin that belongs to it.
-LIBRARY = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
-NOT_OF_USERS = tuple(
+INSTALLED = {"site-packages", "dist-packages"}  # folders of installed libraries
+STANDARD_LIBRARY = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
+# Files below these folders are not a user's: the standard library, this package, and its Hydra
+# plugin.
+LIBRARY_PREFIXES = tuple(
     f"{folder}/"
     for folder in (
-        *LIBRARY,
-        *(folder.resolve() for folder in LIBRARY),
+        *STANDARD_LIBRARY,
+        *(folder.resolve() for folder in STANDARD_LIBRARY),
         PACKAGE,
         PACKAGE.parent / "hydra_plugins",
     )
@@ -32,11 +34,12 @@ class LoadedFile:
     """A user's file, as this process has loaded it."""
 
     sha256: str
-    words: frozenset[str]  # names and texts in its code, which include the modules it imports
+    # Names and string constants in its code. These include the names of the modules it imports.
+    words: frozenset[str]
 
 
 _files: dict[Path, LoadedFile] = {}
-_modules: dict[str, Path] = {}  # the user's modules, by the names under which they are imported
+_modules: dict[str, Path] = {}  # paths of the user's modules, by module name
 _seen: set[str] = {"__main__"}  # names of all modules that `look` has checked
 
 
@@ -60,10 +63,10 @@ def look() -> None:
 
 
 def loaded_files(roots: Iterable[Path]) -> dict[Path, str]:
-    """Return the SHA-256 of files, and of the files they have imported so far, by path.
+    """Return the SHA-256 of files and of the files that they have imported so far, by path.
 
-    A process that runs several jobs has also loaded files of other jobs. The names in its code
-    therefore decide what a file has imported.
+    A process that runs several jobs has also loaded files of other jobs. A module therefore counts
+    as imported by a file only if the code of the file contains its name.
 
     Args:
         roots: Resolved paths of files that have been run.
@@ -91,17 +94,17 @@ def names_in(roots: Iterable[Path]) -> frozenset[str]:
 
 
 def loaded_sha256(path: Path) -> str | None:
-    """Return the SHA-256 of a file as this process has loaded it. Return None if it has not."""
+    """Return the SHA-256 of a file at the time this process loaded it. None if it did not."""
     return _files[path].sha256 if path in _files else None
 
 
 def paths_loaded(sha256: str) -> list[Path]:
-    """Return the paths from which this process has loaded user's files of this content."""
+    """Return the paths of the loaded user's files whose content has this SHA-256."""
     return [path for path, file in _files.items() if file.sha256 == sha256]
 
 
 def script_path() -> Path | None:
-    """Return the path of the script that Python was started with, and keep its content."""
+    """Return the path of the script that Python was started with, and record its content."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     if file is None:
         return None
@@ -116,20 +119,24 @@ def _keep_file(path: Path) -> None:
 
 
 def _user_path(name: str, module: object) -> Path | None:
-    """Return the resolved path of a module that is a user's Python file, else None."""
-    file = getattr(module, "__dict__", {}).get("__file__")  # run no __getattr__ of lazy modules
+    """Return the resolved path of a module if it is a user's Python file, else None."""
+    # Read __dict__, because getattr would run the __getattr__ of lazy modules.
+    file = getattr(module, "__dict__", {}).get("__file__")
     if not isinstance(file, str) or not file.endswith(".py"):
         return None
-    if name.partition(".")[0] == PACKAGE.name or file.startswith(NOT_OF_USERS):
+    if name.partition(".")[0] == PACKAGE.name or file.startswith(LIBRARY_PREFIXES):
         return None
     if INSTALLED & {*Path(file).parts}:
         return None
     path = Path(file).resolve()
-    return None if str(path).startswith(NOT_OF_USERS) else path
+    return None if str(path).startswith(LIBRARY_PREFIXES) else path
 
 
 def _words_of(code: types.CodeType) -> Iterator[str]:
-    """Yield the names in code, also in functions, and the texts as in import_module("helper")."""
+    """Yield the names and string constants in code and in its functions.
+
+    A string constant may name a module, as in import_module("helper").
+    """
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

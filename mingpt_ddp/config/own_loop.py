@@ -35,8 +35,8 @@ KEYS_OF_MAIN = (
     "ddp.preempted_exit_code",
 )
 
-# The script of this process, once it has called `resolve`. It is kept here because a callback of
-# Hydra reads it, and Hydra passes no values of ours on to callbacks.
+# The script of this process, once it has called `resolve`. A callback reads it here, because Hydra
+# passes none of our values to callbacks.
 _resolving: list[Path] = []
 
 
@@ -68,16 +68,16 @@ def refuse_unread_keys(keys: Iterable[str], script: Path) -> None:
         name = key.rpartition(".")[2]
         if name not in names:
             raise ConfigError(
-                f"{key} is for the loop of main.py, and {script.name} does not read it; leave it "
-                f"out, or read config.{key} in the script"
+                f"{key} is a key for the training loop of main.py, and {script.name} does not read "
+                f"it; leave it out, or read config.{key} in the script"
             )
 
 
 def refuse_unread_words(config: Config) -> None:
-    """Refuse settings on the command line that a script has ignored, as it did not call `resolve`.
+    """Refuse settings on the command line if the script ignores them, without a call of `resolve`.
 
-    A script may have words of its own. A word is refused only if it chooses a preset, as in
-    model=NAME, or gives a key of the configuration another value than it has.
+    A script may also have its own words. A word is refused only if it selects a preset, as in
+    model=NAME, or if it sets a key to a value that differs from the configuration.
 
     Raises:
         ConfigError: The message names the first such word.
@@ -90,7 +90,8 @@ def refuse_unread_words(config: Config) -> None:
         if equals and (key in GROUPS or (key in values and not _is_value(text, values[key]))):
             raise ConfigError(
                 f"{word} has no effect, because {Path(sys.argv[0]).name} does not read its command "
-                "line; change the value in the script, or read the words by resolve().config"
+                "line; change the value in the script, or take the configuration from "
+                "resolve().config"
             )
 
 

@@ -1,4 +1,4 @@
-"""The configuration that a run has recorded: read by a later version, and not trusted."""
+"""Adapt the recorded configuration of a run to this version, and find values not to trust."""
 
 from typing import Any
 
@@ -6,11 +6,12 @@ from mingpt_ddp.config.config import DEFAULT_CHOICE, KEYS, LATER_GROUPS, default
 from mingpt_ddp.config.keys.schema import BASES, GROUPS, selected
 from mingpt_ddp.config.validation import field_types
 
-# Keys that say where the files of a run are. No two runs share all of them.
+# Keys of the places where a run stores files. No two runs share all of them.
 PLACES = ("run.root", "run.name", "data.cache_dir", "snapshot.path")
 # A stranger who wrote the record could use these keys to receive the user's files.
 UNTRUSTED = (*PLACES, "run.resume", "tracker.entity", "tracker.uri")
-# Format 2 recorded this key in each group with code of the user. It is not a setting.
+# Earlier versions with format 2 recorded this key in each group with code of the user. It is not a
+# setting.
 CODE_SHA256 = "code_sha256"
 
 
@@ -28,11 +29,11 @@ def with_data_format(values: dict[str, Any]) -> dict[str, Any]:
 def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """Return a recorded configuration as this version would have recorded it.
 
-    Keys that were added since have their defaults, and removed keys are dropped. If a user's class
-    is not registered, the keys of its base class are added.
+    Newer keys get their defaults, and removed keys are dropped. If a user's class is not
+    registered, the keys of its base class are added.
     """
     filled = {}
-    # Recorded values come first to keep their order, and again last because they count.
+    # Recorded values come first to keep their order, and again last to replace the defaults.
     for group, keys in without_unknown({**values, **LATER_GROUPS, **values}).items():
         selector, _ = selected(group, keys)
         base = BASES["dataset" if selector == "dataset" else group] if selector else None
@@ -44,8 +45,8 @@ def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
 def without_unknown(values: dict[str, Any]) -> dict[str, Any]:
     """Return a recorded configuration without the keys that this version does not know.
 
-    A group with code of the user keeps all its keys, so that a key which the code no longer has is
-    refused. The group `data` is an exception, because a run compares the content of its data.
+    A group with code of the user keeps all its keys, so that a later check refuses a key that the
+    code no longer has. The group `data` drops them, because a run compares the content of its data.
     """
     known = {}
     for group, keys in values.items():
@@ -69,10 +70,10 @@ def is_untrusted(key: str, value: Any) -> bool:
 
 
 def untrusted_values(recorded: dict[str, Any]) -> dict[str, Any]:
-    """Return the recorded values that are used only if the user types them again.
+    """Return the recorded values that are used only if the user confirms them.
 
-    Defaults are left out, because they do nothing. `run.root` and `run.name` are left out, because
-    they follow from the run directory.
+    Defaults are left out, because they are harmless. `run.root` and `run.name` are left out,
+    because the run directory determines them.
 
     Args:
         recorded: A configuration by dotted key.

@@ -1,4 +1,4 @@
-"""Which parts of a configuration are a user's, and whether they can be called."""
+"""Find the parts of a configuration that come from a user's code, and check their signatures."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -12,23 +12,24 @@ from mingpt_ddp.errors import CodeError
 
 
 def is_user_defined(group: str, name: str) -> bool:
-    """Return whether a registered name comes from a user's file."""
+    """Return True if a user's file has registered this name."""
     return BUILDERS[group][name].__module__.split(".")[0] != __name__.split(".")[0]
 
 
 def is_own_model(model: ModelConfig) -> bool:
-    """Return whether a model, or a part of its blocks, is a user's; or a part is another model's.
+    """Return True if a model or a part of its blocks is not built in, or if parts are exchanged.
 
-    Its constructor may compute buffers, and need any memory.
+    The constructor of such a model may compute buffers, and may need any amount of memory.
     """
     return is_user_defined("model", model.architecture) or bool(changed_parts(vars(model)))
 
 
 def uses_user_code(config: Config) -> bool:
-    """Return whether a part of what is trained is a user's, or a hook that acts."""
+    """Return True if code of a user computes a part of a training step, or acts on it as a hook."""
     if config.optimizer.schedule in BUILDERS["schedule"] or BUILDERS["action"]:
         return True
-    if isinstance(config.data, DatasetConfig) or is_own_model(config.model):  # no data is built in
+    # No dataset of samples is built in.
+    if isinstance(config.data, DatasetConfig) or is_own_model(config.model):
         return True
     chosen = {"task": config.task.name, "optimizer": config.optimizer.name}
     return any(is_user_defined(kind, name) for kind, name in chosen.items())
@@ -37,11 +38,15 @@ def uses_user_code(config: Config) -> bool:
 def check_takes(function: Callable[..., Any], arguments: Sequence[str], label: str) -> None:
     """Check that a user's function can be called with these arguments.
 
+    Args:
+        arguments: Names of the arguments, for the message.
+        label: Name of the function in the message.
+
     Raises:
-        CodeError: it cannot; names it as the label does.
+        CodeError: The function cannot be called with them.
     """
     try:
         inspect.signature(function).bind(*arguments)
-    except (TypeError, ValueError) as error:  # ValueError: of a function that is not Python's
+    except (TypeError, ValueError) as error:  # ValueError: the function is not written in Python
         wanted = ", ".join(arguments)
         raise CodeError(f"{label} must take ({wanted}): {error}") from error

@@ -1,4 +1,4 @@
-"""Validate plain values with pydantic; an invalid value raises one line that names its key."""
+"""Validate plain values with pydantic. The error of an invalid value is one line with its key."""
 
 import dataclasses
 import difflib
@@ -18,14 +18,15 @@ T = TypeVar("T")
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 SCALARS = (bool, int, float, str, type(None))  # types that YAML can represent
 NESTED = (list, tuple, dict, types.UnionType, typing.Union)
-# What other programs call a value.
+# Names that other programs use for our values.
 SYNONYMS = {
     **dict.fromkeys(("float32", "32", "32-true", "float", "no"), "fp32"),
     **dict.fromkeys(("float16", "16", "16-mixed", "half", "amp"), "fp16"),
     **dict.fromkeys(("bfloat16", "bf16-mixed", "bf16-true"), "bf16"),
     **dict.fromkeys(("gpu", "mps"), "cuda"),
 }
-WANTED = {  # what pydantic calls a valid integer, ...
+# Descriptions of valid values, by pydantic's names for types.
+DESCRIPTIONS = {
     "integer": "must be a whole number",
     "number": "must be a number",
     "boolean": "must be true or false",
@@ -35,39 +36,39 @@ MAX_NAME_BYTES = 255  # longest name of a file on Linux
 
 
 class NotRegisteredError(ConfigError):
-    """A selected name, as of a model or reader, is not registered; `code` may be missing."""
+    """A selected name, such as the name of a model, is not registered. `code` may be missing."""
 
 
 def check(ok: object, message: str) -> None:
-    """Raise ConfigError unless `ok` is true, or not empty.
+    """Raise a ConfigError if `ok` is false or empty.
 
     Args:
-        message: begins `group.key=value` and says what to do.
+        message: Begins with `group.key=value` and ends with what to do.
     """
     if not ok:
         raise ConfigError(message)
 
 
 def did_you_mean(key: str, known: Iterable[str], min_similarity: float = 0.6) -> str | None:
-    """Return the known key most similar to `key`; None if none is similar."""
+    """Return the known key that is most similar to `key`. None if no key is similar enough."""
     return next(iter(difflib.get_close_matches(key, list(known), n=1, cutoff=min_similarity)), None)
 
 
 def check_choice(key: str, value: str, known: Iterable[str | None], also: str = "") -> None:
-    """Refuse a value that is none of the registered ones.
+    """Refuse a value that is not registered.
 
     Args:
-        also: what else may be chosen, for the message.
+        also: Text about other valid values, which follows the registered ones in the message.
 
     Raises:
-        NotRegisteredError: names them, and the closest.
+        NotRegisteredError: The message lists the registered values, and suggests one of them.
     """
     names = [*map(str, known)]
     if value in names:
         return
     if not names:
         raise NotRegisteredError(
-            f"{key}={value} is registered by no Python file named as code{also}"
+            f"{key}={value} is not registered by any Python file that is named as code{also}"
         )
     meant = did_you_mean(value, names)
     hint = f"{', '.join(names)}{also}{f'; did you mean {meant}?' if meant else ''}"
@@ -88,7 +89,7 @@ def field_types(cls: Any) -> dict[str, Any]:
 
 @functools.cache
 def adapter(cls: Any) -> TypeAdapter[Any]:
-    """Return pydantic's validator of a dataclass."""
+    """Return pydantic's validator for a dataclass."""
     return TypeAdapter(with_config(STRICT)(cls))
 
 
@@ -96,25 +97,24 @@ def build(cls: type[T], values: Any, where: str) -> T:
     """Build an instance of the dataclass `cls` from a mapping of its fields.
 
     Args:
-        values: plain Python values, with interpolations resolved.
-        where: the dotted name of the group, for messages.
+        values: Plain Python values, with interpolations resolved.
+        where: Dotted name of the group, for messages.
 
     Raises:
-        ConfigError: an unknown key, a missing key, or a value of another type or outside its
-            bounds.
+        ConfigError: A key is unknown or missing, or a value has the wrong type or is out of bounds.
     """
     check(isinstance(values, Mapping), f"{where}={values!r} must be a group of keys")
     hints = field_types(cls)
     plain = {key: _without_loss(value, hints.get(key)) for key, value in values.items()}
     prefix = f"{where}." if where else ""
-    garbled = []
+    not_utf8 = []
     for key, value in plain.items():
         text = json.dumps([key, value], default=str, ensure_ascii=False)
-        if re.search("[\ud800-\udfff]", text):  # surrogates
-            garbled.append(str(key))
+        if re.search("[\ud800-\udfff]", text):  # surrogates stand for bytes that are not UTF-8
+            not_utf8.append(str(key))
     check(
-        not garbled,
-        f"{prefix}{', '.join(garbled)} holds bytes that are not UTF-8; use other characters",
+        not not_utf8,
+        f"{prefix}{', '.join(not_utf8)} has bytes that are not UTF-8; use other characters",
     )
     validator = adapter(typing.cast(Any, cls))
     try:
@@ -122,14 +122,14 @@ def build(cls: type[T], values: Any, where: str) -> T:
     except ValidationError as error:
         errors = error.errors(include_url=False)
         cause = errors[0].get("ctx", {}).get("error")
-        # an AssertionError or ValueError of a user's __post_init__
+        # The cause is an AssertionError or ValueError from a user's __post_init__.
         if isinstance(cause, Exception):
             raise cause from None
         raise ConfigError(_message(errors, hints, prefix)) from error
 
 
 def is_supported(hint: Any) -> bool:
-    """Return whether YAML has values of this type."""
+    """Return True if YAML can represent values of this type."""
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
     if origin is Annotated:
@@ -149,7 +149,7 @@ def parts(hint: Any) -> Iterator[Any]:
 
 
 def _without_loss(value: Any, hint: Any) -> Any:
-    """Convert 1e3 to an int where one is allowed, and 7 to a str where nothing else is."""
+    """Convert 1e3 to an int if an int is allowed, and 7 to a str if only a str is allowed."""
     allowed = list(parts(hint))
     takes_list = any(typing.get_origin(part) in (list, tuple) for part in allowed)
     if isinstance(value, (list, tuple)) and takes_list:
@@ -164,7 +164,7 @@ def _without_loss(value: Any, hint: Any) -> Any:
 
 
 def _message(errors: list[Any], hints: dict[str, Any], prefix: str) -> str:
-    """Return pydantic's description of the first invalid value; unknown keys come first."""
+    """Describe the first error of pydantic in one line. Unknown keys come before other errors."""
     first = min(errors, key=lambda error: error["type"] != "unexpected_keyword_argument")
     key = first["loc"][0]
     if first["type"] == "unexpected_keyword_argument":
@@ -176,7 +176,7 @@ def _message(errors: list[Any], hints: dict[str, Any], prefix: str) -> str:
     for error in errors:
         if error["loc"][0] == key and _index(error) == index:
             what = re.sub(r"^\w+ should ", "must ", error["msg"])
-            wanted.append(WANTED.get(what.removeprefix("must be a valid "), what))
+            wanted.append(DESCRIPTIONS.get(what.removeprefix("must be a valid "), what))
     text = " or ".join(dict.fromkeys(wanted)).replace(" or must be ", " or ")
     text = re.sub(r"0\.0{5,}\d+|\d{7,}", lambda digits: f"{float(digits[0]):g}", text)
     value = "null" if first["input"] is None else repr(first["input"])
@@ -184,7 +184,7 @@ def _message(errors: list[Any], hints: dict[str, Any], prefix: str) -> str:
 
 
 def _question(value: Any, hint: Any) -> str:
-    """Return `did you mean ...?` for a text, if one of the allowed texts was meant."""
+    """Return `; did you mean ...?` if a text is similar to one of the allowed texts, else ""."""
     if not isinstance(value, str):
         return ""
     literals: list[str] = []
@@ -197,32 +197,32 @@ def _question(value: Any, hint: Any) -> str:
 
 
 def _index(error: Any) -> str:
-    """Return the list index of an error, as [1].
+    """Return the list index in the location of an error, as in [1].
 
-    The other parts of its location name members of unions.
+    The other parts of the location name members of unions.
     """
     return "".join(f"[{part}]" for part in error["loc"] if isinstance(part, int))
 
 
 def refuse_credentials(key: str, text: str, one_url: bool = False) -> None:
-    """Refuse a URL that contains a secret: configurations are logged and saved.
+    """Refuse a URL that contains a secret, because configurations are logged and saved.
 
-    The error does not show it.
+    The error message does not show the secret.
 
     Args:
-        one_url: the text is one path or URL, whose password may contain spaces and commas, and not
-            several words.
+        one_url: True if the text is a single path or URL, whose password may contain spaces and
+            commas. False if it may be several words.
     """
     end = "" if one_url else r"\s,@"
-    # A password may contain slashes, but host:8080/path is not one; http accepts a token as the
-    # user name.
+    # A password may contain slashes, but the text after the colon in host:8080/path is a port. http
+    # accepts a token as the user name.
     secret = rf"(?<!github:)//[^/:{end}]*:(?!\d+/)[^@{end}]*@|https?://[^/?#@{end}]*@"
     secret += rf"|(?<!http:)(?<!https:)//[^/:@{end}]*:\d+/[^/@{end}]*@[^/{end}]+/"
     secret += r"|[?&#][^=&\s]*(secret|token|passw|pwd|auth|sig|key|credential)[^=&\s]*="
     if "://" in text and re.search(secret, text, re.IGNORECASE):
         raise ConfigError(
-            f"{key} holds credentials; give them in the environment (AWS_..., ~/.netrc), not "
-            "in a URL"
+            f"{key} contains credentials; put them in environment variables (AWS_...) or in "
+            "~/.netrc, not in a URL"
         )
 
 
@@ -231,10 +231,13 @@ def check_directory(name: str, path: str) -> None:
     refuse_credentials(name, path, one_url=True)
     check(path.strip() and "://" not in path, f"{name}={path} must be a local directory")
     longest = max(len(part.encode(errors="surrogatepass")) for part in path.split("/"))
-    check(longest <= MAX_NAME_BYTES, f"{name} has a name of more than {MAX_NAME_BYTES} bytes")
+    check(
+        longest <= MAX_NAME_BYTES,
+        f"{name} has a directory name of more than {MAX_NAME_BYTES} bytes; shorten it",
+    )
 
 
 def check_url(name: str, url: str) -> None:
     """Require a path or URL without credentials."""
     refuse_credentials(name, url, one_url=True)
-    check(url.strip(), f"{name} is empty; give it a path or URL")
+    check(url.strip(), f"{name} is empty; set it to a path or a URL")

@@ -98,7 +98,7 @@ class Profiler:
 def snapshot_when_out_of_memory(directory: Path, rank: int) -> Iterator[None]:
     """Write a memory snapshot if the GPU runs out of memory in this context.
 
-    https://pytorch.org/memory_viz then shows what fills the GPU.
+    Open the file in https://pytorch.org/memory_viz to see what fills the GPU.
 
     Args:
         directory: The run directory.

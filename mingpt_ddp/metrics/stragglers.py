@@ -1,4 +1,4 @@
-"""Find the rank that the others wait for."""
+"""Find the slowest rank, which the other ranks wait for."""
 
 import statistics
 
@@ -8,7 +8,7 @@ from mingpt_ddp.distributed.group.process_group import ProcessGroup
 
 
 def slowest_rank(group: ProcessGroup, work_ms: float, micro_batches: int) -> dict[str, float]:
-    """Compare the slowest rank with the median of the others. A collective.
+    """Compare the slowest rank with the median of the other ranks. A collective.
 
     Args:
         work_ms: Milliseconds that this rank works per step, without waiting for other ranks. 0 if
@@ -17,7 +17,8 @@ def slowest_rank(group: ProcessGroup, work_ms: float, micro_batches: int) -> dic
             others, which does not make it slow.
 
     Returns:
-        Two metrics by tag: the slowest rank, and its work divided by the median work of the others.
+        Two metrics by tag: the number of the slowest rank, and the time that it works divided by
+        the median of the other ranks.
         Empty for a single rank, or if the work was not measured.
     """
     if group.world_size == 1:

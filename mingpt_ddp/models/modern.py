@@ -2,8 +2,10 @@
 
 Shapes: B sequences, T tokens, C = n_embd, H = n_head heads of D = C / H, V = vocab_size.
 
-Sources: Jordan et al. 2024, "modded-nanogpt", and Karpathy 2025, "nanochat", combine these changes.
-Each class names the source of its own. There are no biases, and norms have no gains.
+There are no biases, and norms have no gains.
+
+Sources: Jordan et al. 2024, "modded-nanogpt", and Karpathy 2025, "nanochat", for the combination of
+these changes. The docstrings of classes and functions name the source of each change.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Tensor operations that are implemented for speed on each device, and the choice of that device.
+"""Tensor operations with a fast implementation for each device, and the choice of the device.
 
 Shapes: B sequences, H heads, T queries, S >= T keys, D = head size.
 """

@@ -26,7 +26,7 @@ from mingpt_ddp.torch_internals import for_each, leave_overflow_to_scaler
 
 # Coefficients (a, b, c) of three Polar Express steps a x + b x^3 + c x^5. Each step is optimal for
 # the range of singular values that the previous step leaves. Together they map singular values in
-# [MIN_SINGULAR_VALUE, 1] to within a tenth of 1, and multiply smaller ones by 55.
+# [MIN_SINGULAR_VALUE, 1] to within a tenth of 1, and multiply smaller ones by up to 55.
 MIN_SINGULAR_VALUE = 0.02
 POLYNOMIALS = (
     (7.710969245867679, -22.11375479048116, 16.248743017738473),

@@ -17,8 +17,8 @@ from mingpt_ddp.process.linux import read_stat
 T = TypeVar("T")
 # The launcher of `ddp.nproc_per_node` sets this for its workers: time.monotonic() at their start.
 STARTED_AT = "MINGPT_DDP_STARTED_AT"
-# Set if standard error is not a terminal, but can show a progress line, as a notebook can: there, a
-# carriage return lets the next text overwrite the line.
+# Set if standard error can show a progress line although it is not a terminal, as in a notebook:
+# after a carriage return, the next text overwrites the line.
 SHOWS_PROGRESS = "MINGPT_DDP_SHOWS_PROGRESS"
 # `mingpt_ddp.train` and `sweep` set this for the process that they start: a Caller as JSON.
 CALLER = "MINGPT_DDP_CALLER"

@@ -84,9 +84,8 @@ def is_transient(error: BaseException | None) -> bool:
         return False
     if isinstance(error, (OSError, MemoryError)) and not isinstance(error, FileNotFoundError):
         return True
-    if type(error).__module__.partition(".")[0] in NETWORK_LIBRARIES or MACHINE_ERROR.search(
-        str(error)
-    ):
+    library = type(error).__module__.partition(".")[0]
+    if library in NETWORK_LIBRARIES or MACHINE_ERROR.search(str(error)):
         return True
     return is_transient(error.__cause__ or error.__context__)
 

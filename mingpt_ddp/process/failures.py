@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from mingpt_ddp.errors import MAY_PASS
+from mingpt_ddp.errors import TRANSIENT_ERRORS
 from mingpt_ddp.process.error_text import without_addresses
 from mingpt_ddp.process.job_store import ask_store, get_now
 
@@ -32,7 +32,7 @@ class RankFailure:
     @property
     def is_final(self) -> bool:
         """True if a restart would fail too."""
-        return self.error_class not in ("", *(error.__name__ for error in MAY_PASS))
+        return self.error_class not in ("", *(error.__name__ for error in TRANSIENT_ERRORS))
 
 
 class Failures:

@@ -52,8 +52,8 @@ def read_state(pid: int | None, parents: set[int | None] | None = None) -> str:
 
     Args:
         pid: Process id. None if the process has not been started.
-        parents: Ids of the possible parents. A process with any other parent is a new one, whose
-            id the process that has ended used before. None accepts any parent.
+        parents: Process ids of the possible parents. If the parent is another process, then the
+            process has ended and a new one reuses its id. None accepts any parent.
     """
     try:
         state, parent, *_ = read_stat(pid or 0)

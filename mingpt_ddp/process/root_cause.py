@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from mingpt_ddp.config.job import Outcome, Reporter, RunStatus
 from mingpt_ddp.errors import (
     LONGEST_LINE,
-    MAY_PASS,
+    TRANSIENT_ERRORS,
     ChangedTextError,
     ConfigError,
     JoinError,
@@ -204,7 +204,7 @@ def failed(error: UserError, exit_code: int = USER_ERROR) -> Outcome:
 
 
 def exit_with(outcome: Outcome, prints: bool = True) -> NoReturn:
-    """Print the error of the last job and exit. All ranks of an agent print an error once.
+    """Print the error of the last job and exit. Only one rank of each agent prints it.
 
     Args:
         prints: False if another process shows the error. The log file gets it anyway.
@@ -219,7 +219,8 @@ def exit_with(outcome: Outcome, prints: bool = True) -> NoReturn:
     if error is None or outcome.reporter is Reporter.NOBODY:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if env.has_agent:
-            time.sleep(AGENT_POLL_S)  # torchrun blames the first rank to exit: not this one
+            # Torchrun blames the rank that exits first, so let the rank that failed be the first.
+            time.sleep(AGENT_POLL_S)
         exit_process(None, outcome.exit_code)
     if not logging.getLogger(logs.ROOT).handlers:
         logs.to_console(env)
@@ -231,7 +232,7 @@ def exit_with(outcome: Outcome, prints: bool = True) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this process ends by itself
     if isinstance(error, JoinError):
         kill_stopped_siblings(env)
-    if isinstance(error, MAY_PASS):
+    if isinstance(error, TRANSIENT_ERRORS):
         is_on_all_ranks = isinstance(error, StorageUnavailableError)
         shown = env.call_on_rank_zero(lambda: error) if is_on_all_ranks else error
         exit_process(shown, EX_TEMPFAIL if env.has_agent else USER_ERROR, prints)

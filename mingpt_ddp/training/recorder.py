@@ -1,4 +1,4 @@
-"""Record what a run measures: in its train state, in its logs, and for the user's hooks."""
+"""Record the measurements of a run in its train state and its logs, and pass them to hooks."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ def _check_metric(metric: str | None, metrics: Mapping[str, float]) -> None:
     """Refuse a `sweep.metric` of the validation split that an evaluation has not measured.
 
     Raises:
-        ConfigError: It names the metrics that the evaluation has measured.
+        ConfigError: The message suggests metrics that the evaluation has measured.
     """
     name = (metric or "").removeprefix("-")
     names = [f"val_{each}" for each in metrics]
@@ -44,7 +44,7 @@ def _check_loss(step: int, loss: float) -> None:
 
 
 class Recorder:
-    """Record steps and evaluations. The trainer uses it, and so does a loop of the user's own."""
+    """Records steps and evaluations, for the trainer and for a training loop of the user's own."""
 
     def __init__(
         self,
@@ -57,7 +57,12 @@ class Recorder:
         """Begin to record an attempt.
 
         Args:
-            end: The end of metrics.jsonl, on rank zero.
+            run: The run to record.
+            train_step: The train step of the run.
+            times: Durations of the stages of this start.
+            observers: The hooks and trackers that receive the measurements.
+            end: The end of metrics.jsonl, as earlier attempts left it. None on other ranks than
+                rank zero.
         """
         self.run = run
         self.train_step = train_step
@@ -76,17 +81,18 @@ class Recorder:
         self.restore_meter()
 
     def restore_meter(self) -> None:
-        """Go on with the log interval that the train state contains."""
+        """Continue the log interval that the train state contains."""
         state = self.run.state
         sums = {"loss": state.loss_sum, **state.loss_part_sums}
         self.metrics.meter.load_state(sums, state.loss_steps)
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Let the model have its averaged weights in this context, if trainer.ema is set."""
+        """In this context, the model has its averaged weights, if trainer.ema is set."""
         average = self.run.trainable.average
         if average.decay is not None:
-            self.saves.wait_for_staging()  # it would copy them as the weights
+            # The save in progress would otherwise copy the averages in place of the weights.
+            self.saves.wait_for_staging()
         with average.applied():
             yield
 
@@ -97,7 +103,8 @@ class Recorder:
             lr: Learning rate of the last step.
 
         Raises:
-            TrainingError: The loss or the gradient norm is not finite, and no step was checked.
+            TrainingError: The loss or the gradient norm is not finite. Raised here only if the
+                anomaly policy does not check every step.
         """
         state = self.saves.update_wall_time()
         metrics = self.metrics.log_train(

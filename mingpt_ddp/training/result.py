@@ -1,4 +1,4 @@
-"""The end of a run: result.json, the trackers, the user's hooks, a line of the log."""
+"""Record the end of a run: write result.json, complete the trackers, call the user's hooks."""
 
 import logging
 import math
@@ -17,16 +17,22 @@ from mingpt_ddp.training.trainer import TrainingEnd
 
 log = logging.getLogger(__name__)
 
-MIN_GOODPUT_S = 600.0  # shorter runs are dominated by startup
+# The goodput of a shorter run is not logged, since it mostly measures the start.
+MIN_GOODPUT_S = 600.0
 
 
 def record_end(
     run: Run, owner: RunDirectory | None, observers: Observers, outcome: TrainingEnd
 ) -> None:
-    """Write result.json, complete the trackers, call the hooks of a run that has trained, log.
+    """Write result.json, complete the trackers, call the hooks of the event `end`, and log a line.
+
+    The hooks are called only if this attempt has trained.
 
     Args:
-        owner: of the run directory, on rank zero.
+        run: The run that has ended.
+        owner: The locked run directory. None on ranks other than zero, which do nothing.
+        observers: The hooks and trackers of the run.
+        outcome: How the training ended, with the metrics of the test split.
     """
     if owner is None:
         return
@@ -44,7 +50,7 @@ def record_end(
 
 
 def _result(run: Run, outcome: TrainingEnd) -> dict[str, Any]:
-    """Return the content of result.json."""
+    """Collect the content of result.json."""
     state = run.state
     task = run.task
     result: dict[str, Any] = {"status": outcome.status.value}
@@ -55,7 +61,7 @@ def _result(run: Run, outcome: TrainingEnd) -> dict[str, Any]:
     result["train_loss"] = state.train_loss
     for name, value in state.train_metrics.items():
         result[f"train_{name}"] = _finite(value)
-    if state.val_loss is not None:  # a loop of the user's own need not evaluate
+    if state.val_loss is not None:  # a loop of the user's own may never evaluate
         result["val_loss"] = state.val_loss
     for name, value in state.val_metrics.items():
         result[f"val_{name}"] = _finite(value)
@@ -67,7 +73,7 @@ def _result(run: Run, outcome: TrainingEnd) -> dict[str, Any]:
     if state.best_val_loss is not None:
         result["best_val_loss"] = state.best_val_loss
     result[task.unit] = state.step * run.loader.items_per_step
-    result["parameters"] = run.trainable.parameters
+    result["parameters"] = run.trainable.n_parameters
     result["wall_seconds"] = state.wall_seconds
     if run.config.trainer.max_minutes is not None:
         result["minutes"] = run.length.minutes
@@ -82,7 +88,7 @@ def _result(run: Run, outcome: TrainingEnd) -> dict[str, Any]:
 
 
 def recorded_test(directory: Path) -> dict[str, float]:
-    """Return the metrics of the test split in result.json."""
+    """Read the metrics of the test split from result.json."""
     values = {}
     for key, value in read_result(directory).items():
         if key.startswith("test_") and isinstance(value, float):
@@ -91,7 +97,7 @@ def recorded_test(directory: Path) -> dict[str, float]:
 
 
 def _finite(value: float) -> float | None:
-    """Return a value as JSON has it: null if it is not finite."""
+    """Return a value for JSON: None if it is not finite, since JSON has no infinity and no NaN."""
     return value if math.isfinite(value) else None
 
 

@@ -45,13 +45,15 @@ def train_run(
     """Train to the limits of a job, from the newest snapshot if there is one.
 
     Args:
-        signals: handler of those that may end the run early; None: no handler.
-        started_at: time.monotonic() when this attempt began; None: when the process did.
-        pruner: Called on rank zero after each evaluation; may end the job. None: no search.
+        job: The job to run.
+        runtime: The runtime of this rank.
+        signals: Handler of the signals that end the run early. None to ignore them.
+        started_at: time.monotonic() when this attempt began. None if it began with the process.
+        pruner: Called on rank zero after each evaluation; may end the job. None outside a search.
 
     Returns:
-        The metrics of the last evaluation of the validation split, by name; None if a signal ended
-        the run early.
+        The metrics of the last evaluation of the validation split by name. None if a signal has
+        ended the run early.
     """
     times = StartTimes(started_at or process_start_time())
     times.done("processes", at=runtime.began_at)
@@ -81,10 +83,10 @@ def train_run(
 
 
 def evaluate_complete(run: Run, evaluator: Evaluator) -> TrainingEnd:
-    """Evaluate a complete run where that is missing, and log a sample.
+    """Log a sample of a complete run, and evaluate it if an evaluation is missing.
 
-    With edited code these weights are another model: there is no sample, and the test split keeps
-    its result.
+    If the user's code has been edited, the weights belong to another model. Then there is no
+    sample, and the test split keeps its recorded result.
     """
     state = run.state
     group = run.runtime.group
@@ -92,7 +94,7 @@ def evaluate_complete(run: Run, evaluator: Evaluator) -> TrainingEnd:
     is_edited = group.run_on_rank_zero(lambda: warn_of_edited_code(run.code))
     model = run.trainable.model
     with run.trainable.average.applied():
-        # The snapshot was saved between two evaluations, under a larger limit.
+        # A run with a larger limit may have saved this snapshot between two evaluations.
         if state.val_step != state.step or not state.val_metrics:
             state.val_metrics = evaluator.run(model, "val")
             state.val_loss = state.val_metrics["loss"]
@@ -107,12 +109,12 @@ def evaluate_complete(run: Run, evaluator: Evaluator) -> TrainingEnd:
 def begin_attempt(
     run: Run, history: History, times: StartTimes, evaluator: Evaluator, observers: Observers
 ) -> Trainer:
-    """Record that this attempt begins to train; return the loop with all its parts."""
+    """Record that this attempt begins to train. Return the training loop with all its parts."""
     runtime = run.runtime
     record_attempt(run, history, times)
     plan = plan_batches(run.config, runtime.group.data_size, run.resumed.get("micro_batch_size"))
 
-    # Do this first: no clock counts how long it takes to wrap the model.
+    # Wrap the model before the clocks of the recorder start, so that its time does not count.
     train_step = TrainStep(runtime, run.task, run.loader, plan, run.trainable, run.length)
     recorder = Recorder(run, train_step, times, observers, history.end)
     validation = Validation(run, recorder, evaluator, observers)

@@ -1,4 +1,4 @@
-"""Run a job, in this process or on local workers, and return how it has ended."""
+"""Run a job in this process or on local workers, and return its outcome."""
 
 import asyncio
 import gc
@@ -24,21 +24,27 @@ if TYPE_CHECKING:
     from mingpt_ddp.distributed.group.process_group import ProcessGroup
 
 
-class Known(NamedTuple):
-    """What rank zero knows of a job before it runs, as JSON values."""
+class JobRecord(NamedTuple):
+    """The record of a job before it runs: its name, and the result of an earlier start.
 
-    name: str  # its run.name
-    value: float | None = None  # its objective, if it is complete
-    failure: str | None = None  # the reason, if the job has failed for good
+    Rank zero looks it up, and sends it to the other ranks as JSON values.
+    """
+
+    name: str  # final run.name of the job
+    value: float | None = None  # objective of the job, if it is complete
+    failure: str | None = None  # why the job has failed for good, if it has
     is_needed: bool = True  # False if the result cannot change a decision of the sweep
 
 
 class Records(ABC):
-    """What a job asks its sweep for: earlier results, its objective, a pruner, its threads."""
+    """The questions that a job asks its sweep.
+
+    The sweep knows earlier results, objectives, the pruner, and the number of threads.
+    """
 
     @abstractmethod
-    def look_up(self, job: Job) -> Known:
-        """Return what is known of a job. Called on rank zero.
+    def look_up(self, job: Job) -> JobRecord:
+        """Look up the name of a job, and the result of an earlier start. Called on rank zero.
 
         Raises:
             ChangedTextError: The text has changed since a job was completed.
@@ -46,10 +52,10 @@ class Records(ABC):
 
     @abstractmethod
     def value_of(self, job: Job) -> float:
-        """Return the number by which a sweep ranks a complete job. Called on rank zero.
+        """Return the objective of a complete job, by which a sweep ranks it. Called on rank zero.
 
         Raises:
-            RunError: The job has not measured it.
+            RunError: The job has not measured its objective.
         """
 
     @abstractmethod
@@ -58,15 +64,21 @@ class Records(ABC):
 
     @abstractmethod
     def threads(self, workers: int, default: int) -> int | None:
-        """Return the number of torch threads of each worker, or None to leave it as it is.
+        """Return the number of torch threads for each worker, or None to keep the default.
+
+        All starts of a sweep use the number of the first start, since it may change the bits.
 
         Args:
-            default: The number at the first start of a sweep.
+            workers: The number of workers.
+            default: The number of threads if this is the first start of the sweep.
         """
 
 
 class SingleRun(Records):
-    """The records of a single run, or of a worker whose parent runs the sweep: none are kept."""
+    """The records of a job without a sweep in this process. They remember nothing.
+
+    This is a single run, or a worker of a process that runs the sweep.
+    """
 
     def __init__(self, pruner: PrunerCallback | None = None) -> None:
         """
@@ -75,8 +87,8 @@ class SingleRun(Records):
         """
         self._pruner = pruner
 
-    def look_up(self, job: Job) -> Known:
-        return Known(run_name(job.config))
+    def look_up(self, job: Job) -> JobRecord:
+        return JobRecord(run_name(job.config))
 
     def value_of(self, job: Job) -> float:
         loss = read_result(job.directory).get("val_loss")
@@ -90,9 +102,12 @@ class SingleRun(Records):
 
 
 def run_job(job: Job, env: DistEnv, records: Records, started_at: float) -> Outcome:
-    """Run a job to its end, or to a signal. Return all errors as outcomes.
+    """Run a job until it ends or a signal comes. An error becomes an outcome, too.
 
     Args:
+        job: The job to run.
+        env: The ranks of this process.
+        records: Results of earlier starts, and the pruner of a search.
         started_at: time.monotonic() when this job began.
     """
     if not runs_on_workers(job, env):
@@ -109,10 +124,10 @@ def run_job(job: Job, env: DistEnv, records: Records, started_at: float) -> Outc
 
 
 def outcome_of(error: Exception, exits: ProcessExit, job: Job) -> Outcome:
-    """Report an error to the other ranks, and return how the job has ended."""
+    """Report an error to the other ranks, and return the outcome of the job."""
     outcome = exits.outcome_of(error, in_sweep=job.place is not None)
     if outcome.error is not None:
-        # Its traceback would keep the model in memory.
+        # The traceback would keep the model in memory.
         outcome.error.__context__ = outcome.error.__cause__ = None
         outcome.error.with_traceback(None)
     return replace(outcome, directory=job.directory)
@@ -124,7 +139,7 @@ def runs_on_workers(job: Job, env: DistEnv) -> bool:
 
 
 def name_job(job: Job, env: DistEnv, records: Records) -> Job | Outcome:
-    """Return a job for local workers with its final run.name, or its outcome if that is known."""
+    """Give a job for local workers its final run.name. If its outcome is known, return that."""
     known = records.look_up(job)
     job = job.with_run(name=known.name)
     if outcome := _known_outcome(job, known):
@@ -135,8 +150,8 @@ def name_job(job: Job, env: DistEnv, records: Records) -> Job | Outcome:
     return job
 
 
-def _known_outcome(job: Job, known: Known) -> Outcome | None:
-    """Return the outcome of a job that has ended before or is not needed, else None."""
+def _known_outcome(job: Job, known: JobRecord) -> Outcome | None:
+    """Return the outcome of a job that has ended before or is not needed, and None for others."""
     if not known.is_needed:
         return Outcome(RunStatus.COMPLETE, value=math.nan, was_known=True, was_needed=False)
     if known.value is not None:
@@ -144,7 +159,7 @@ def _known_outcome(job: Job, known: Known) -> Outcome | None:
             RunStatus.COMPLETE, directory=job.directory, value=known.value, was_known=True
         )
     if known.failure is not None:
-        error = JobError(f"it has failed before: {known.failure}")
+        error = JobError(f"this job has failed before: {known.failure}")
         return Outcome(RunStatus.FAILED, directory=job.directory, error=error, was_known=True)
     return None
 
@@ -157,11 +172,16 @@ async def run_on_workers(
     forwarder: SignalForwarder,
     slot: Slot | None = None,
 ) -> Outcome:
-    """Run a job that `name_job` has named on local workers.
+    """Run a job on local workers.
 
     Args:
+        job: A job that `name_job` has returned.
+        env: The ranks of this process.
+        records: Results of earlier starts, and the pruner of a search.
+        started_at: time.monotonic() when this job began.
         forwarder: Sends signals of this process on to the workers. It is already installed.
-        slot: Slot of a concurrent job. None if the job has the whole machine and the console.
+        slot: The share of the machine for a concurrent job. None if the job has the whole machine
+            and the console.
     """
     workers = job.config.ddp.ranks_here
     default = threads_per_worker(workers, len(slot.cores) if slot else None)
@@ -175,9 +195,9 @@ def _outcome_on_workers(job: Job, ended: Ended, records: Records) -> Outcome:
     preempted_code = job.config.ddp.preempted_exit_code
     directory = job.directory
     if ended.code not in (0, preempted_code) and not ended.signalled:
-        error = ended.error or JobError(f"its workers exited with code {ended.code}")
-        # Workers have printed their own error. If they died without one, a sweep says which job it
-        # was; a single run has said everything already.
+        error = ended.error or JobError(f"the workers of this job exited with code {ended.code}")
+        # Workers print their own error. If they died without printing one, only a sweep has more to
+        # say, namely which job it was.
         reporter = Reporter.NOBODY if ended.error or job.place is None else Reporter.ONE_RANK
         return Outcome(
             RunStatus.FAILED,
@@ -205,7 +225,8 @@ def _run_here(job: Job, env: DistEnv, records: Records, started_at: float) -> Ou
     except Exception as error:
         outcome = outcome_of(error, exits, job)
     if not outcome.ends_process:
-        exits.group = None  # the signal handlers outlive the job and would keep the group in memory
+        # The signal handlers outlive the job, and would keep the group in memory.
+        exits.group = None
         if outcome.has_failed:
             gc.collect()
     return outcome
@@ -219,7 +240,8 @@ def _train(
     exits: ProcessExit,
     signals: SignalHandler,
 ) -> Outcome:
-    from mingpt_ddp.distributed.runtime import Runtime  # imports torch, so only after all checks
+    # The import of torch takes seconds, so it comes after all checks.
+    from mingpt_ddp.distributed.runtime import Runtime
 
     exits.is_symmetric = env.world_size == 1
     runtime = Runtime(job.config, env, job.number)
@@ -236,7 +258,7 @@ def _train(
     ended = None
     if metrics is not None:
         ended = group.run_on_rank_zero(lambda: (_status(job), records.value_of(job)))
-    # The signal may have come too late to stop this job.
+    # A signal may have come too late to stop this job. The outcome reports it all the same.
     signalled = any(group.all_gather(signals.signal_name is not None))
     runtime.close()
     if job.place is not None:
@@ -258,7 +280,7 @@ def _agree(job: Job, group: "ProcessGroup", records: Records) -> tuple[Job, Outc
 
     All ranks call this. Rank zero decides, because other nodes may not see its directories.
     """
-    known = Known(*group.run_on_rank_zero(lambda: records.look_up(job)))
+    known = JobRecord(*group.run_on_rank_zero(lambda: records.look_up(job)))
     job = job.with_run(name=known.name)
     outcome = _known_outcome(job, known)
     if outcome is None and job.config.run.resume == "never":
@@ -268,7 +290,7 @@ def _agree(job: Job, group: "ProcessGroup", records: Records) -> tuple[Job, Outc
 
 
 def _use_threads(records: Records) -> None:
-    """Use as many threads of torch in this process as at the first start of the sweep."""
+    """Let torch use as many threads as in the first start of the sweep."""
     import torch
 
     threads = records.threads(1, torch.get_num_threads())

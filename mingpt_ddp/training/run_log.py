@@ -1,4 +1,4 @@
-"""Keep the records of a run for a training loop of your own, as main.py does for its loop."""
+"""Record a run for a training loop of your own, in the same way as main.py does for its loop."""
 
 import contextlib
 import functools
@@ -57,14 +57,17 @@ def _unless_complete(record: Callable[P, None]) -> Callable[P, None]:
 class RunLog:
     """Resume a run and keep its records, in a `with` block around a loop of your own.
 
-    The run directory is locked in the block. If the block ends without an error, the last step is
-    saved, and result.json says that the run is complete and whether the loop stopped early. If the
-    same script is started after that, it trains and records nothing more. All ranks make the same
+    The block locks the run directory. If it ends without an error, the last step is saved, and
+    result.json says that the run is complete, and whether the loop stopped early. If you start the
+    same script again after that, it trains and records nothing more. All ranks must make the same
     calls.
     """
 
     def __init__(self, step: TrainStep) -> None:
         """Lock the run directory, load the newest snapshot, write config.yaml, and warm up.
+
+        Args:
+            step: The train step of your loop.
 
         Raises:
             RunError: Another process trains this run, or the directory cannot be written.
@@ -156,10 +159,12 @@ class RunLog:
     def record_step(
         self, step: int, losses: Mapping[str, Tensor], grad_norm: Tensor, lr: float
     ) -> None:
-        """Count a step whose update is done.
+        """Record a step after its update.
 
         Args:
-            losses: This rank's shares, as `TrainStep.passes` returns them.
+            step: Number of the step. The first step is 1.
+            losses: This rank's shares of the losses and metrics, as `TrainStep.passes` returns
+                them.
             grad_norm: Norm of the gradients before clipping.
             lr: Learning rate of the update.
         """
@@ -170,7 +175,7 @@ class RunLog:
 
     @_unless_complete
     def log_steps(self) -> None:
-        """Log the mean loss, the speed etc. of the steps since the last call.
+        """Log the mean loss and the speed of the steps since the last call.
 
         Raises:
             TrainingError: The loss or the gradient norm is not finite.
@@ -179,9 +184,10 @@ class RunLog:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluate in this context. The model has its averaged weights there if trainer.ema is set.
+        """Open a context to evaluate the model in.
 
-        The time in the context does not count as training time.
+        In this context the model has its averaged weights, if trainer.ema is set. The time in the
+        context does not count as training time.
         """
         if self.is_complete:
             with self._step.average.applied():
@@ -222,7 +228,7 @@ class RunLog:
 
     @_unless_complete
     def save(self) -> None:
-        """Save this step, after the save in progress. It is written while training goes on."""
+        """Start to save this step, after the save in progress. Training continues meanwhile."""
         if self._begun_save != self.state.step:
             self._begun_save = self.state.step
             self._saves.save()

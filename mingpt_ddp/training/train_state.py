@@ -1,4 +1,4 @@
-"""The train state of a run: what a rollback restores, and what survives it."""
+"""The train state of a run. A rollback restores one part of it, and keeps the other part."""
 
 import time
 from dataclasses import dataclass, field, fields
@@ -8,61 +8,78 @@ from pydantic import Field
 
 from mingpt_ddp.config.keys.fields import NonNegativeFloat
 
-Metrics: TypeAlias = dict[str, Annotated[float, Field(allow_inf_nan=True)]]  # by name
-OF_METRICS = ("train_metrics", "val_metrics", "loss_part_sums")  # fields of a train state
+Metrics: TypeAlias = dict[str, Annotated[float, Field(allow_inf_nan=True)]]  # values by name
+METRIC_FIELDS = ("train_metrics", "val_metrics", "loss_part_sums")  # fields of the type Metrics
 
 
 @dataclass
 class Progress:
-    """What a rollback restores. The data order and all random numbers follow from the step."""
+    """The part of the train state that a rollback restores.
 
-    step: int = 0  # optimizer steps done
-    train_loss: float | None = None  # mean of the last log interval
-    val_loss: float | None = None
-    val_metrics: Metrics = field(default_factory=dict)  # all of the evaluation, by name
-    val_step: int | None = None  # of val_loss
+    The order of the data and all random numbers need no state: they follow from the step.
+    """
+
+    step: int = 0  # number of optimizer steps done
+    train_loss: float | None = None  # mean training loss of the last log interval
+    val_loss: float | None = None  # loss of the last evaluation
+    val_metrics: Metrics = field(default_factory=dict)  # all metrics of the last evaluation
+    val_step: int | None = None  # step at which val_loss was measured
     best_val_loss: float | None = None
-    best_step: int | None = None
-    wall_seconds: float = 0.0  # of all attempts, without work lost to a kill or a rollback
-    loss_sum: float = 0.0  # of the current log interval
-    # Sums of the task's several losses, if it has some, and the sums and counts of metrics.
+    best_step: int | None = None  # step at which best_val_loss was measured
+    # Time in all attempts, without the work that was lost to a kill or a rollback.
+    wall_seconds: float = 0.0
+    # Sum of the training loss in the current log interval.
+    loss_sum: float = 0.0
+    # Sums in the current log interval: of each loss, if the task has several losses, and of the
+    # sums and counts of metrics.
     loss_part_sums: Metrics = field(default_factory=dict)
-    loss_steps: int = 0
-    timed_steps: int = 0  # all but the first of each attempt
-    timed_seconds: float = 0.0  # of these, without evaluations and stalls
-    # Mean seconds of a step in each timed block, until trainer.max_minutes is a number of steps.
+    loss_steps: int = 0  # number of steps in the current log interval
+    # Number of steps that were timed: all steps but the first ones of each attempt.
+    timed_steps: int = 0
+    # Time that these steps took, without evaluations and stalls.
+    timed_seconds: float = 0.0
+    # Mean duration of a step in each timed block, in seconds. Measured until trainer.max_minutes
+    # becomes a number of steps.
     block_paces: list[NonNegativeFloat] = field(default_factory=list)
-    stall_seconds: float = 0.0  # of wall_seconds, lost to stalls for snapshots
-    saved_at: float = 0.0  # seconds since 1970, when the snapshot was taken
+    stall_seconds: float = 0.0  # part of wall_seconds in which training waited for snapshots
+    saved_at: float = 0.0  # time of the snapshot, in seconds since 1970
     loss_ema: float | None = None  # exponential moving average, to detect loss spikes
-    patience_loss: float | None = None  # which an evaluation must get below, by trainer.min_delta
-    evaluations_above: int = 0  # in a row that did not
-    save_stall_s: NonNegativeFloat = 0.0  # of training for a snapshot, moving mean
-    # The last snapshot took this long, from its start to its commit; None: unknown.
+    # An evaluation counts as an improvement if its loss is below this value by more than
+    # trainer.min_delta.
+    patience_loss: float | None = None
+    evaluations_above: int = 0  # number of evaluations in a row without such an improvement
+    save_stall_s: NonNegativeFloat = 0.0  # time that training waits for a snapshot, moving mean
+    # Time from the start of the last save to its commit. None if no save has been measured.
     save_durable_s: NonNegativeFloat | None = None
-    train_metrics: Metrics = field(default_factory=dict)  # own ones, as train_loss
+    # Means of the task's own metrics in the last log interval.
+    train_metrics: Metrics = field(default_factory=dict)
 
 
 @dataclass
 class TrainState(Progress):
-    """The train state of a run, which all its parts share: its progress, and what survives it."""
+    """The train state of a run, which all parts of the run share.
 
-    world_size: int = 1  # of the last attempt that trained
+    It consists of the progress and of the fields below, which a rollback keeps.
+    """
+
+    world_size: int = 1  # number of ranks in the last attempt that trained
     wasted_seconds: float = 0.0  # starts, pauses and lost work since the first start
-    consecutive_skips: int = 0  # up to this step
-    skipped_steps: list[int] = field(default_factory=list)  # skipped after a rollback
-    run_id: str = ""  # random, of rank zero: the run in trackers, over all attempts
-    # trainer.max_minutes was divided by this; None: it has fixed no number of steps.
+    consecutive_skips: int = 0  # number of steps in a row that were skipped, up to this step
+    skipped_steps: list[int] = field(default_factory=list)  # steps to skip after a rollback
+    # Identifies the run at the trackers, in all attempts. Rank zero draws it at random.
+    run_id: str = ""
+    # Duration of a step, which has converted trainer.max_minutes into a number of steps. None if
+    # the number is not fixed yet.
     step_seconds: float | None = None
-    paced_at: int | None = None  # the step in which step_seconds was fixed
+    paced_at: int | None = None  # step in which step_seconds was fixed
 
     @property
     def goodput(self) -> float:
-        """The fraction of the time since the first start that is kept progress, 0 to 1."""
-        kept = self.wall_seconds - self.stall_seconds
+        """The fraction of the time since the first start that was spent on progress, 0 to 1."""
+        productive = self.wall_seconds - self.stall_seconds
         total = self.wall_seconds + self.wasted_seconds
-        # The clock may be set back between two attempts.
-        return min(1.0, max(0.0, kept / max(total, 1e-9)))
+        # The clock may be set back between two attempts, so limit the result.
+        return min(1.0, max(0.0, productive / max(total, 1e-9)))
 
     def begin_attempt(self, elapsed_s: float, first_start: float | None, is_own: bool) -> None:
         """Add the time until an attempt begins to train to `wasted_seconds`.
@@ -71,7 +88,8 @@ class TrainState(Progress):
             elapsed_s: Seconds since this attempt began.
             first_start: When the first attempt began to train, in seconds since 1970. None if this
                 is the first one.
-            is_own: True if the run resumes from a snapshot of its own.
+            is_own: True if the run resumes from its own snapshot, and False if it begins or
+                continues another run.
         """
         now = time.time()
         if is_own:
@@ -80,14 +98,14 @@ class TrainState(Progress):
             self.wasted_seconds = max(elapsed_s, now - (first_start or now) - self.wall_seconds)
 
     def roll_back(self, progress: Progress) -> None:
-        """Return to the progress of a snapshot; the time since then is wasted."""
+        """Return to the progress of a snapshot. The time since the snapshot counts as wasted."""
         self.wasted_seconds += self.wall_seconds - progress.wall_seconds
         for each in fields(Progress):
             setattr(self, each.name, getattr(progress, each.name))
 
 
 def record_evaluation(state: TrainState, metrics: dict[str, float], min_delta: float) -> bool:
-    """Record the metrics of an evaluation of this step; return whether its loss is the lowest."""
+    """Record the metrics of an evaluation of this step. Return True if its loss is the lowest."""
     state.val_loss = metrics["loss"]
     state.val_metrics = metrics
     state.val_step = state.step
@@ -110,7 +128,7 @@ def count_patience(state: TrainState, min_delta: float) -> None:
 
 
 def has_stopped_early(state: TrainState, patience: int | None) -> bool:
-    """Return whether a run with this trainer.patience ends at this step."""
+    """Return True if trainer.patience ends the run at this step."""
     if patience is None or state.step != state.val_step:
         return False
     return state.evaluations_above >= patience

@@ -27,12 +27,12 @@ from mingpt_ddp.training.trainable import Trainable
 
 log = logging.getLogger(__name__)
 
-# A function of a micro-batch and its tensors on the device. It computes the loss in another way.
+# Computes the loss instead of the task, from a micro-batch and its tensors on the device.
 Measure: TypeAlias = Callable[[MicroBatch, Any], Outputs]
 
 
 class TrainStep:
-    """The optimizer steps of a run, `steps` in total."""
+    """Takes the optimizer steps of a run: passes, clipping and the update."""
 
     def __init__(
         self,
@@ -46,10 +46,16 @@ class TrainStep:
         """Wrap the model with the strategy, which averages its gradients over the ranks.
 
         Args:
-            length: of a run that trainer.max_minutes may end; None: it does not.
+            runtime: The runtime of this rank.
+            task: The task, which computes the loss.
+            loader: The loader of the training split.
+            plan: How a batch is split into micro-batches.
+            trainable: The model, its optimizer and its hooks.
+            length: Tracks the number of steps of the run. None if trainer.max_minutes does not
+                limit the run.
 
         Raises:
-            ConfigError: the number of steps is not known.
+            ConfigError: The number of steps is not known, although `length` is None.
         """
         config = task.config
         self.runtime = runtime
@@ -63,7 +69,8 @@ class TrainStep:
         self.average = trainable.average
         self.length = length or known_length(config, loader.steps_per_epoch)
         self.lr_config = scale_lr(config.optimizer, config.trainer.batch_size)
-        # By the configuration: loading the optimizer's state replaces its groups
+        # Remember the configured values here. When the state of the optimizer is loaded, it
+        # replaces the parameter groups.
         self.weight_decays = [group.get("weight_decay") for group in self.optimizer.param_groups]
         self.parameters = list(self.model.parameters())
         graphs = runtime.compiles and replays_graphs(config, self.model, plan)
@@ -73,26 +80,28 @@ class TrainStep:
         self.actions = trainable.actions
         self.actions.watch_passes(self.model)
         self._step = 0  # number of the step whose passes ran last
-        self._losses: dict[str, Tensor] = {}  # losses of these passes
+        # This rank's shares of the losses and metrics of that step.
+        self._losses: dict[str, Tensor] = {}
 
     @property
     def steps(self) -> int:
-        """The steps of the whole run."""
+        """The number of steps of the whole run."""
         return self.length.steps
 
     def passes(self, step: int, measure: Measure | None = None) -> dict[str, Tensor]:
-        """Run forward and backward of this rank's micro-batches; average the gradients over ranks.
+        """Run the forward and backward passes of this rank's micro-batches.
 
         Micro-batch j has the same random numbers on any rank. The gradients of the rank's
-        micro-batches add up, and its last backward pass averages them.
+        micro-batches add up, and the last backward pass averages them over the ranks.
 
         Args:
             step: Number of the step. The first step is 1.
             measure: Computes the loss instead of the task. None for the task's own loss.
 
         Returns:
-            This rank's shares, by name: of the step's mean losses, `loss` and its parts, and of
-            the sums and the counts of metrics. `clip` and `update` add those of hooks.
+            This rank's shares of the step's losses and metrics, by name. The losses are the mean
+            `loss` and its parts. A metric is a sum and a count. `clip` and `update` add the
+            metrics of hooks.
         """
         losses: dict[str, Tensor] = {}
         self._step = step
@@ -114,7 +123,7 @@ class TrainStep:
         return losses
 
     def clip(self) -> Tensor:
-        """Clip the gradients by norm, then by value; return their global norm before."""
+        """Clip the gradients by norm, then by value. Return their global norm before clipping."""
         trainer = self.task.config.trainer
         self.runtime.scaler.unscale_(self.optimizer)
         self._losses |= self.actions.change_gradients(self._step, self.model, self._losses)
@@ -127,16 +136,16 @@ class TrainStep:
         return norm
 
     def update(self, step: int) -> float:
-        """Update the weights, and their average; return the learning rate."""
+        """Update the weights and their average. Return the learning rate."""
         scaler = self.runtime.scaler
-        reads = scaler.is_enabled()  # from a GPU, which waits
-        with self.phase("update", step, waiting=reads):
+        # An enabled scaler reads from the GPU, and waits for it.
+        with self.phase("update", step, waiting=scaler.is_enabled()):
             lr = self.set_lr(step)
             seed_everything("update", self.task.config.run.seed, step)
             self.strategy.update(self.model, self.optimizer, scaler)
             scale = scaler.get_scale() if self.actions.actions else 0.0
             scaler.update()
-            if scale and scaler.get_scale() < scale:  # it has skipped an overflowing step
+            if scale and scaler.get_scale() < scale:  # the scaler has skipped an overflowing step
                 self.actions.discard()
             else:
                 self._losses |= self.actions.change_weights(step, self.model, self._losses)
@@ -145,31 +154,40 @@ class TrainStep:
         return lr
 
     def discard(self) -> None:
-        """Drop the gradients of the passes, and leave weights and hooks as they are."""
+        """Drop the gradients of the passes. Weights and hooks stay as they were before the step."""
         self.actions.discard()
         self.runtime.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.strategy.broadcast_buffers(self.model)  # the forward passes have changed them
 
     def fetch(self, step: int) -> list[MicroBatch]:
-        """Return the micro-batches of this rank; steps count from 1."""
+        """Return the micro-batches of this rank.
+
+        Args:
+            step: Number of the step. The first step is 1.
+        """
         batch = self.loader.get_batch(step, self.plan, self.runtime.group.data_rank)
         return self.strategy.micro_batches(batch, self.plan)
 
     def _shares(self, outputs: Outputs, micro: MicroBatch) -> dict[str, Tensor]:
-        """Return a micro-batch's shares of what the ranks add up; {} of padding."""
+        """Return the shares of a micro-batch in the step's losses and metrics.
+
+        Return {} for a repeated micro-batch that does not count.
+        """
         if not micro.scale:
             return {}
         return outputs.shares(micro.loss_divisor, self.runtime.group.tensor_size)
 
     def forward(self, step: int, micro: MicroBatch, measure: Measure | None = None) -> Outputs:
-        """Return the mean losses of a micro-batch, and its metrics.
+        """Compute the mean losses of a micro-batch, and its metrics.
 
         Args:
+            step: Number of the step. It seeds the dropout.
+            micro: The micro-batch.
             measure: Computes the loss instead of the task. None for the task's own loss.
 
         Raises:
-            CodeError: one of them cannot be averaged.
+            CodeError: A loss or metric cannot be averaged.
         """
         seed_everything("dropout", self.task.config.run.seed, step, micro.index)
         with self.runtime.autocast():
@@ -181,7 +199,10 @@ class TrainStep:
         return outputs
 
     def set_lr(self, step: int) -> float:
-        """Set learning rate and weight decay of the parameter groups; return the run's rate."""
+        """Set the learning rate and weight decay of all parameter groups for a step.
+
+        Return the learning rate of the run, from which the rate of each group follows.
+        """
         config = self.length.with_decay_from(self.lr_config)
         lr = get_lr(step, config, self.steps)
         factor = weight_decay_factor(step, config, self.steps)
@@ -192,7 +213,7 @@ class TrainStep:
         return lr
 
     def warm_up(self) -> None:
-        """Run the strategy's warm-up passes on the first micro-batch, and compile."""
+        """Run the strategy's warm-up passes on the first micro-batch, which compile the model."""
         self.runtime.group.set_activity("preparing the first step")
         begin = time.perf_counter()
         compiles = self.runtime.compiles
@@ -208,10 +229,10 @@ class TrainStep:
             log.info("compiled in %.1f s%s", time.perf_counter() - begin, graphs)
 
     def diagnose(self, step: int) -> str:
-        """Repeat the passes of a step; return which rank's loss or gradient is not finite.
+        """Repeat the passes of a step. Say on which rank the loss or a gradient is not finite.
 
-        Its backward differs from that of `passes`: the ranks keep their gradients apart, so that it
-        is known whose are wrong. A collective; call it when the gradients are free.
+        In contrast to `passes`, the gradients are not averaged over the ranks, so that the rank
+        with a wrong gradient can be found. The current gradients are lost. A collective.
         """
         problem = ""
         self.runtime.group.set_activity(ACTIVITIES["fetch"].format(step))
@@ -227,15 +248,15 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         self.strategy.broadcast_buffers(self.model)
         culprits = []
-        for rank, what in enumerate(self.runtime.group.all_gather(problem)):
-            if what:
-                culprits.append(f"rank {rank}: {what}")
+        for rank, problem_there in enumerate(self.runtime.group.all_gather(problem)):
+            if problem_there:
+                culprits.append(f"rank {rank}: {problem_there}")
         if not culprits:
             return "not reproducible when the step is repeated: suspect the hardware"
         return "; ".join(culprits[:3])
 
     def _find_nonfinite(self, loss: Tensor, micro: MicroBatch) -> str:
-        """Return what is not finite, the loss or a gradient; "" if nothing is."""
+        """Name the loss or the gradient that is not finite. Return "" if all are finite."""
         if not torch.isfinite(loss):
             return f"the loss of micro-batch {micro.index}"
         for name, parameter in self.model.named_parameters():

@@ -1,4 +1,4 @@
-"""What a run has; and of it what it trains: model, optimizer, average, hooks with state."""
+"""The parts that a run consists of, and the part of them that training changes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,13 +25,13 @@ from mingpt_ddp.training.train_state import TrainState
 
 @dataclass(frozen=True)
 class Trainable:
-    """What the train step changes and a snapshot holds."""
+    """The objects that a train step changes and a snapshot saves."""
 
-    model: nn.Module  # prepared by the strategy, not wrapped
+    model: nn.Module  # the model after `strategy.prepare`, without its wrapper
     optimizer: Optimizer
-    average: WeightAverage
-    parameters: int  # a number: those of the whole model, on however many ranks
-    actions: Actions
+    average: WeightAverage  # moving average of the weights
+    n_parameters: int  # number of parameters of the whole model, on all ranks together
+    actions: Actions  # the hooks that act on the run, which may have state
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Return the tensors of a snapshot by kind and name.
@@ -49,27 +49,28 @@ class Trainable:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run has once it has started: all parts of its training share it."""
+    """A run that has started, with the objects that all parts of its training share."""
 
     runtime: Runtime
     task: Task
     loader: Loader
     directory: Path
     trainable: Trainable
-    length: RunLength  # and the train state
+    length: RunLength  # number of steps; also holds the train state
     snapshots: SnapshotManager
-    resumed: dict[str, Any]  # the state.json that it resumes from; {} without one
-    code: dict[str, Any]  # the record of what trains, or has trained; on rank zero
-    is_complete: bool  # there is nothing to train
+    resumed: dict[str, Any]  # the state.json that the run resumes from; {} for a new run
+    # Record of the code that trains the run, or has trained it. {} on ranks other than zero.
+    code: dict[str, Any]
+    is_complete: bool  # True if there is nothing left to train
 
     @property
     def config(self) -> Config:
-        """The whole configuration, with what a snapshot or other weights decide of it."""
+        """The whole configuration, with the values that a snapshot or initial weights decide."""
         return self.task.config
 
     @property
     def state(self) -> TrainState:
-        """The train state: one object, which a rollback changes in place."""
+        """The train state. It stays the same object: a rollback changes it in place."""
         return self.length.state
 
 
@@ -79,7 +80,10 @@ def build_trainable(
     """Build the model with weights drawn from the seed, and its optimizer. A collective.
 
     Args:
-        initialize: replaces weights of the new model, before the strategy divides it.
+        runtime: The runtime of this rank.
+        task: The task, which builds the model.
+        initialize: Replaces weights of the new model, before the strategy shards it. None to train
+            from random weights.
     """
     config = task.config
     seed_everything("weights", config.run.seed)

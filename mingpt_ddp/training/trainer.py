@@ -1,4 +1,4 @@
-"""The training loop: train a step, log, evaluate, sample, save."""
+"""The training loop. After each step it may log, evaluate, sample and save."""
 
 import logging
 import math
@@ -30,7 +30,7 @@ class TrainingEnd:
     """How the training ended."""
 
     status: RunStatus
-    test_metrics: dict[str, float]
+    test_metrics: dict[str, float]  # metrics of the test split; {} if it was not evaluated
 
 
 class Trainer:
@@ -56,7 +56,7 @@ class Trainer:
         self.anomaly = recorder.saves.anomaly
         self.observers = observers
         self.look = requested_look(train_step)
-        self.lr = 0.0  # of the latest step
+        self.lr = 0.0  # learning rate of the most recent step
         self._first_steps = range(self.state.step + 1, self.state.step + 1 + FIRST_STEPS)
         self.profiler = Profiler(
             run.directory,
@@ -68,7 +68,7 @@ class Trainer:
 
     @property
     def steps(self) -> int:
-        """The steps of the whole run."""
+        """The number of steps of the whole run."""
         return self.train_step.steps
 
     def train(self) -> TrainingEnd:
@@ -91,8 +91,8 @@ class Trainer:
                 flags = self._train(step)
             if flags is None:  # rolled back
                 continue
-            if flags.steps:
-                self.train_step.length.fix(flags.steps, step)
+            if flags.fixed_steps:
+                self.train_step.length.fix(flags.fixed_steps, step)
             self.state.step = step
             self._finish()
             self.metrics.step_done(step, self.train_step.length.known_steps)
@@ -113,7 +113,7 @@ class Trainer:
 
     @contextmanager
     def _deferring(self) -> Iterator[None]:
-        """Defer signals to the end of a step in this context."""
+        """In this context, handle a signal only at the end of a step."""
         signals = self.observers.signals
         signals.deferred = True
         try:
@@ -124,32 +124,42 @@ class Trainer:
             signals.deferred = False
 
     def _warm_up(self) -> None:
-        """Run the warm-up passes, which the meters exclude."""
+        """Run the warm-up passes. Their time does not count as training time."""
         with self.metrics.meter.paused(), self._refuse_out_of_memory(self._first_steps.start):
             self.train_step.warm_up()
         self.saves.begin()
 
     def _refuse_out_of_memory(self, step: int) -> AbstractContextManager[None]:
-        """Return a context that refuses a run that does not fit into memory, in its first steps."""
+        """Return a context that refuses a run whose first steps do not fit into memory.
+
+        Later steps get a context that does nothing.
+        """
         if step not in self._first_steps:
             return nullcontext()
         size = self.train_step.plan.micro_batch_size
         return refuse_out_of_memory(self.run.config, self.runtime, f"a micro-batch of {size}")
 
     def _finish_resumed_step(self) -> RunStatus | None:
-        """Evaluate the resumed step if a signal interrupted that; save it if that changes it."""
+        """Complete the step that the run resumes from, if a signal came before its evaluation.
+
+        Save the step again if it ends the run or has the lowest loss.
+        """
         if self.state.step == 0:
             return None
         decision = self._evaluate()
         is_last = decision.end is not None or self.state.step == self.steps
         has_ended = is_last and decision.end is not RunStatus.PREEMPTED
         if has_ended or decision.improved:
-            # if the step is saved already, this only deletes what retention need not keep
+            # If the step has been saved already, this only deletes snapshots that retention does
+            # not keep.
             self.saves.save()
         return decision.end
 
     def _evaluate(self) -> Decision:
-        """Evaluate this step if that is due; the pruner and trainer.patience may end the run."""
+        """Evaluate this step if an evaluation is due. Ask if the run ends at this step.
+
+        The pruner or trainer.patience may end it.
+        """
         is_last = self.state.step == self.steps
         decision = Decision()
         if self._is_due(self.run.config.trainer.eval_every):
@@ -158,7 +168,7 @@ class Trainer:
         return Decision(decision.improved, end)
 
     def _train(self, step: int) -> StepFlags | None:
-        """Train one step unless it is to be skipped; return None after a rollback."""
+        """Train one step, or skip it. Return the flags of all ranks, or None after a rollback."""
         if step in self.state.skipped_steps:
             log.info("step %d is skipped after the rollback", step)
             receive_flags = self._send_flags(step, {"loss": torch.zeros(())})
@@ -166,7 +176,7 @@ class Trainer:
         self.look(step)
         losses = self.train_step.passes(step)
         self.saves.wait_for_staging()  # the last snapshot may still copy the weights
-        receive_flags = self._send_flags(step, losses)  # they travel while we clip
+        receive_flags = self._send_flags(step, losses)  # the exchange goes on while we clip
         grad_norm = self.train_step.clip()
         flags = receive_flags()
         if anomaly := self.anomaly.find_in_step(flags.loss, grad_norm):
@@ -179,30 +189,35 @@ class Trainer:
         return flags
 
     def _send_flags(self, step: int, losses: dict[str, Tensor]) -> Callable[[], StepFlags]:
-        """Send this rank's flags; return a function that waits for those of all ranks.
+        """Send the flags of this rank. Return a function that waits for the flags of all ranks.
 
         Args:
-            losses: this rank's shares of what the ranks add up in the step.
+            step: Number of the step.
+            losses: This rank's shares of the step's losses and metrics.
         """
         flags = StepFlags(
             interrupted=self.observers.signals.signal_name is not None,
             saving=self.saves.manager.save_in_progress,
             save_is_due=self.saves.is_due(),
-            # Reading the loss waits for a GPU.
+            # Reading the loss waits for the GPU.
             loss=float(losses["loss"]) if self.anomaly.checks_every_step else 0.0,
-            steps=self.timer.take(step),
+            fixed_steps=self.timer.take(step),
         )
         return send_flags(flags, losses, self.runtime.group)
 
     def _skip(self, step: int, anomaly: str, loss_and_norm: float) -> bool:
-        """Skip the step, roll back or stop, by trainer.on_nonfinite; return whether it is skipped.
+        """Handle an anomaly as trainer.on_nonfinite says: skip the step, roll back or stop.
 
         Args:
-            anomaly: what is wrong with the step.
-            loss_and_norm: the sum of its loss and its gradient norm.
+            step: Number of the step.
+            anomaly: Description of the anomaly.
+            loss_and_norm: Sum of the loss and the gradient norm. It is finite if both are.
+
+        Returns:
+            True if the step is skipped, and False after a rollback.
 
         Raises:
-            TrainingError: the run stops.
+            TrainingError: The run stops.
         """
         cause = "" if math.isfinite(loss_and_norm) else f" ({self.train_step.diagnose(step)})"
         message = f"step {step} has {anomaly}{cause}"
@@ -210,7 +225,7 @@ class Trainer:
         skips = self.state.consecutive_skips
         policy = self.run.config.trainer.on_nonfinite
         if policy == "stop" or skips > MAX_CONSECUTIVE_SKIPS:
-            # Reports learn from the last record that the run diverged.
+            # Record NaN, so that reports show that the run has diverged.
             if not math.isfinite(loss_and_norm):
                 self.metrics.log(step, run_values={"train/loss": math.nan})
             self.saves.manager.wait()
@@ -229,10 +244,10 @@ class Trainer:
         return False
 
     def _restore_latest(self, skipping: Sequence[int] = ()) -> int | None:
-        """Restore the newest snapshot; return its step, or None if there is none. A collective.
+        """Restore the newest snapshot. Return its step, or None if there is none. A collective.
 
         Args:
-            skipping: steps to skip from now on.
+            skipping: Numbers of the steps to skip from now on.
         """
         restored = self.saves.restore_latest()
         if restored is None:
@@ -250,11 +265,11 @@ class Trainer:
         return step == self.steps or (every is not None and step % every == 0)
 
     def _finish(self) -> None:
-        """Put into the heartbeat that this rank is between two steps."""
+        """Say in the heartbeat that this rank is finishing the step."""
         self.runtime.group.set_activity(f"finishing step {self.state.step}")
 
     def _save(self, decision: Decision, is_due: bool) -> None:
-        """Save this step if it ends the run, improves on the best, or a snapshot is due."""
+        """Save this step if it ends the run, if its loss is the lowest, or if a snapshot is due."""
         self._finish()
         is_last = decision.end is not None or self.state.step == self.steps
         if decision.end is RunStatus.PREEMPTED:
@@ -265,7 +280,10 @@ class Trainer:
             self.saves.maybe_save(is_due)
 
     def _end(self, end: RunStatus) -> TrainingEnd:
-        """Sample while the last snapshot is written; evaluate the test split; tell the loggers."""
+        """Commit the last snapshot, evaluate the test split, and complete the logs.
+
+        The sample is generated while the last snapshot is written.
+        """
         test_metrics: dict[str, float] | None = {}
         if end is not RunStatus.PREEMPTED:
             if self.state.step == self.steps:

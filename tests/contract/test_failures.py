@@ -158,7 +158,7 @@ CASES = [
         MAIN,
         "model.n_embd=24",
         2,
-        r"snapshot error: .* model\.n_embd \(48 there, 24 now\); .*",
+        r"snapshot error: .* model\.n_embd \(48 in the snapshot, 24 now\); .*",
         before="model.n_embd=48",
     ),
     Case(
@@ -306,7 +306,7 @@ CASES = [
         MAIN,
         "run.seed=1,2",
         2,
-        r"config error: run\.seed=1,2 has several values; a sweep trains a job with each \(-m.*",
+        r"config error: run\.seed=1,2 has several values; a sweep trains a job with each value \(-m.*",
     ),
     # Other commands
     Case(

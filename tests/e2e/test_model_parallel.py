@@ -43,8 +43,8 @@ def test_the_command_of_the_example(tmp_path):
     [
         (
             "ddp.strategy=zero1",
-            "ModelParallel has a method to_devices, for several devices of a rank, which needs "
-            "ddp.strategy=ddp and ddp.reduction=fast; set both, or remove it",
+            "ModelParallel can use several devices per rank (to_devices), which needs "
+            "ddp.strategy=ddp and ddp.reduction=fast; set both, or remove to_devices",
         ),
         ("model.n_head=3", "model.n_head=3 must divide model.n_embd=64"),
     ],

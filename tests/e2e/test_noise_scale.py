@@ -227,7 +227,7 @@ class Measured:
         ),
         (MEASURES.replace(", micro_batches", ""), [], "must take (step, gradients, micro_batches)"),
         (MEASURES.replace("self, gradients)", "self)"), [], "micro_batch must take (gradients)"),
-        (MEASURES.replace('"gradients"', '"update"'), [], "is called for @acts("),
+        (MEASURES.replace('"gradients"', '"update"'), [], "only @acts("),
     ],
 )
 def test_a_mistake_is_one_line_and_nothing_is_written(hooks, words, message, tmp_path):

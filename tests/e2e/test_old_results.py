@@ -132,9 +132,9 @@ def test_a_run_names_the_files_that_have_changed_since_its_snapshot(project):
 
     (project / FILE).write_text("RATE = 0.1\n")
     code, text = train(project, "run.name=run")
-    assert f"this is the result of {FILE} as it was" in text, text
+    assert f"it was trained before these files were edited: {FILE}; choose" in text, text
     code, text = train(project, "run.name=run", "trainer.max_steps=4")
-    assert code == 0 and f"{FILE}; one run is trained with both, with this one from step 3" in text
+    assert code == 0 and f"{FILE}; from step 3 on the run is trained with the current" in text
     second = json.loads((run / "result.json").read_text())["code"]
     assert len(second["earlier"]) == 1 and second["files"][FILE] != first["files"][FILE]
     assert "+RATE = 0.5" in patch.read_text()

@@ -159,7 +159,7 @@ def test_a_sweep_over_the_loop_as_the_page_says(tmp_path):
     assert rows[0]["val_loss"] < rows[1]["val_loss"]
     text = succeed(tool("report", str(sweep)), tmp_path)
     best = Path(rows[0]["directory"])
-    line = re.search(rf"its own loop is in {best}/script.py, run with (.*)", text)
+    line = re.search(rf"trained by the script {best}/script.py, run with (.*)", text)
     assert line is not None, text
     lr = f"optimizer.lr={rows[0]['optimizer.lr']}"
     typed = {word.partition("=")[0]: word for word in [*words, lr, f"run.name=rates/{best.name}"]}
@@ -202,20 +202,20 @@ def test_a_directory_belongs_to_one_loop(tmp_path):
     before = content(tmp_path / "outputs")
     second = small(tmp_path, "second.py")
     line = error_line(fail([*python, str(second)], tmp_path), "config error: ")
-    assert "trained by the loop of first.py, not by that of second.py" in line
+    assert "trained by the loop of first.py, not by the loop of second.py" in line
     assert line.endswith("or choose another run.name")
     main = [*python_main(), *overrides(), "run.root=outputs", "trainer.max_steps=6"]
     line = error_line(fail([*main, "run.name=example"], tmp_path), "config error: ")
-    assert "trained by the loop of first.py, not by that of mingpt_ddp's main.py" in line
+    assert "trained by the loop of first.py, not by the loop of mingpt_ddp's main.py" in line
     assert content(tmp_path / "outputs") == before
 
     first.write_text(first.read_text() + "# another line\n")
     text = succeed([*python, str(first)], tmp_path)
-    assert "the run is complete: this is the result of first.py as it was; another run.name" in text
+    assert "the run is complete; it was trained before these files were edited: first.py; " in text
     succeed([*main, "run.name=by_main"], tmp_path)
     first.write_text(first.read_text().replace('"example"', '"by_main"'))
     line = error_line(fail([*python, str(first)], tmp_path), "config error: ")
-    assert "by_main was trained by the loop of mingpt_ddp's main.py, not by that of fir" in line
+    assert "by_main was trained by the loop of mingpt_ddp's main.py, not by the loop of fir" in line
 
 
 def test_a_sweep_does_not_take_results_of_another_loop(tmp_path):
@@ -226,7 +226,7 @@ def test_a_sweep_does_not_take_results_of_another_loop(tmp_path):
     other = with_resolve(small(tmp_path, "other.py"))
     for command in [*python, str(other)], python_main():
         line = error_line(fail([*command, *words], tmp_path), "config error: ")
-        assert "was trained by the loop of own.py, not by that of" in line
+        assert "was trained by the loop of own.py, not by the loop of" in line
     assert content(tmp_path / "outputs") == before
 
 
@@ -261,9 +261,9 @@ def test_words_without_an_effect_are_refused(tmp_path):
     assert "trainer.max_steps=5 has no effect, because fixed.py does not read its command l" in line
     command = [*launcher(1), str(with_resolve(small(tmp_path)))]
     for words, told in {
-        "trainer.eval_every=5": "trainer.eval_every is for the loop of main.py, and own.py does",
-        "-m trainer.log_every=5,6": "trainer.log_every is for the loop of main.py, and own.py does",
-        "ddp.nproc_per_node=2": "ddp.nproc_per_node=2 is for main.py and for sweeps; start one",
+        "trainer.eval_every=5": "trainer.eval_every is a key for the training loop of main.py",
+        "-m trainer.log_every=5,6": "trainer.log_every is a key for the training loop of main.py",
+        "ddp.nproc_per_node=2": "ddp.nproc_per_node=2 is for main.py and for sweeps; start a",
         "model.n_head=5": "must be divisible by model.n_head=5",
         "-m sweep.parallel=2 run.seed=1,2": "runs its jobs one after another on this machine",
         "-m sweep=optuna sweep.pruner=median optimizer.lr=interval(1,2)": "sweep.pruner needs the",

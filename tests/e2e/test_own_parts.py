@@ -47,7 +47,8 @@ def test_an_attention_of_a_user_is_killed_and_resumed_sampled_and_exported(proje
     refused = train(project, *ALIBI[:2], "trainer.max_steps=16")  # another steepness
     assert refused.returncode == 2
     assert (
-        "other settings: model.part_settings ({'steepness': 4} there, None now)" in refused.stdout
+        "other settings: model.part_settings ({'steepness': 4} in the snapshot, None now)"
+        in refused.stdout
     )
     words = [str(ROOT / "sample.py"), str(run), "max_new_tokens=30", "prompt=a"]
     done = command(project, *words, "code=my_parts/mine.py")
@@ -58,7 +59,7 @@ def test_an_attention_of_a_user_is_killed_and_resumed_sampled_and_exported(proje
     export = ["-m", "mingpt_ddp", "snapshots", "export", str(run), f"to={project}/exported"]
     done = command(project, *export, "format=hf")
     assert done.returncode == 2
-    assert "model.attention=alibi has no form that transformers loads; use" in done.stdout
+    assert "model.attention=alibi cannot be exported for transformers; use" in done.stdout
     assert not (project / "exported").exists()
     assert command(project, *export).returncode == 0, "as safetensors, without running the code"
 

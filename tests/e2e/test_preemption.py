@@ -238,7 +238,7 @@ def test_the_older_snapshot_is_kept_without_time_for_another(
     assert held.wait() == 0, held.job.text()
     assert (site / "writing8").exists() == is_begun
     assert (committed(run), read_result(run)["status"]) == ([5], "preempted")
-    expected = "preempted at step 8 without time for a snapshot: the last one is of step 5"
+    expected = "preempted at step 8 without time for a snapshot: the newest one is from step 5"
     assert expected in held.job.text()
     if is_begun:
         finish(tmp_path, [5], uninterrupted(1))

@@ -124,7 +124,7 @@ def test_a_replay_prints_its_steps_and_the_verdict(copied):
     *steps, verdict = call(command, copied).stdout.strip().splitlines()
     assert steps
     assert all(line.startswith("step ") for line in steps), steps
-    assert verdict.endswith(f"of the snapshot; there is no {LEDGER}")
+    assert verdict.endswith(f"of the snapshot (there is no {LEDGER})")
 
 
 def test_an_ended_replay_leaves_nothing(copied):
@@ -181,7 +181,7 @@ def test_code_of_the_user_is_named_again(tmp_path):
     settings = [word for word in SETTINGS if not word.startswith("model")]
     succeed([*python_main(), *preset, *settings, "run.name=run"], tmp_path)
     code, line = replay(tmp_path, "steps=5")
-    assert "model.architecture=lstm needs your own code; type its preset" in line
+    assert "model.architecture=lstm needs your own code; add the preset" in line
     assert code == 2
     code, line = replay(tmp_path, "steps=5", f"words={shlex.join(preset)}")
     assert line.startswith("confirmed: steps 16 to 20")
@@ -192,7 +192,7 @@ def test_steps_with_other_settings_are_not_mixed(tmp_path):
     train(tmp_path, *CANONICAL, "trainer.max_steps=10")
     train(tmp_path, *CANONICAL)
     code, line = replay(tmp_path, "steps=20")
-    assert line.endswith("to a snapshot had the same settings; set steps=5 (16 to 20)")
+    assert line.endswith("has the same settings throughout; set steps=5 (16 to 20)")
     assert code == 2
     assert replay(tmp_path, "steps=5")[0] == 0
 
@@ -239,6 +239,6 @@ def test_another_machine_proves_nothing(copied):
         edit_state(snapshot, environment={"torch": "1.0"}, code=code)
     code, line = replay(copied, "steps=5")
     assert line.startswith("undecided: step 20, repeated from step 15, gives another model: ")
-    assert "this proves nothing, because torch was 1.0 and is 2." in line
+    assert "this does not prove damage, because torch was 1.0 and is 2." in line
     assert "; the code differs: gone.py, mingpt_ddp at " in line and "instead of 0000" in line
     assert code == 3

@@ -111,7 +111,7 @@ def test_a_prompt_is_taken_literally(trained):
             "config error: precision='fp8' must be 'auto', 'fp32', 'bf16' or 'fp16'",
         ),
         (["prompt=x"], "config error: snapshot is missing"),
-        (["outputs/a", "x"], "config error: x is not of the form key=value"),
+        (["outputs/a", "x"], "config error: x does not have the form key=value"),
         (
             ["outputs/a", "step=5"],
             "snapshot error: there is no snapshot of step 5 at outputs/a; the newest is",

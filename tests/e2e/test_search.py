@@ -104,8 +104,11 @@ REFUSED = {
         'optimizer.lr=not set was "tag(log,interval(0.0001,0.01))"',
     ),
     "another key": (["model.dropout=interval(0,0.5)"], "model.dropout="),
-    "another fixed value": (["model.n_embd=48"], "model.n_embd=48 was 24 in this directory"),
-    "another length": (["trainer.max_steps=6"], "trainer.max_steps=6 was 4 in this directory"),
+    "another fixed value": (["model.n_embd=48"], "model.n_embd=48 was 24 when the search"),
+    "another length": (
+        ["trainer.max_steps=6"],
+        "trainer.max_steps=6 was 4 when the search",
+    ),
     "another seed": (["sweep.seed=2"], "sweep.seed=2 was 1"),
     "another metric": (["sweep.metric=train_loss"], 'sweep.metric="train_loss" was "val_loss"'),
     "trained again": (["run.resume=never"], "run.resume=never would train jobs again"),
@@ -140,8 +143,8 @@ def test_a_lost_journal_beside_jobs_that_have_ended_is_refused(is_empty, undistu
     text = fail(search("sweep.trials=12", *MEDIAN), tmp_path)
     (line,) = text.splitlines()
     assert line.endswith(
-        "study.journal is missing or empty, and 12 jobs of its search have ended; restore it, or "
-        "choose another run.name"
+        "study.journal is missing or empty, and 12 jobs of its search have ended; restore the "
+        "file, or choose another run.name"
     )
     assert content(tmp_path).items() - before.items() <= locks(tmp_path)
 
@@ -193,7 +196,7 @@ def test_a_failed_trial_stays_failed(tmp_path):
     failed = count["FAIL"]
     assert f"sweep: 4 jobs, 0 already complete, {failed} failed" in text
     assert text.count("\ntraining error: ") == failed
-    assert "they do not start again; raise sweep.trials for other values" in text
+    assert "failed trials do not start again; raise sweep.trials to try other values" in text
     assert "Traceback" not in text
 
     again = fail(command, tmp_path)
@@ -218,7 +221,7 @@ def test_a_search_whose_trials_all_fail(tmp_path):
     )
     text = fail(command, tmp_path)
     assert "sweep: 2 jobs, 0 already complete, 2 failed" in text
-    assert "\nno other job starts: 2 failed, sweep.max_failures=1\n" in text
+    assert "\nno other job starts, because 2 failed (sweep.max_failures=1)\n" in text
     assert "2 have not started" in text
     assert "config error" not in text
     done = call([*command, "sweep.max_failures=null"], tmp_path)

@@ -92,7 +92,7 @@ def test_the_commands_use_the_tokenizer_of_the_run(trained):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.vocab_size=301", "data.vocab_size (300 there, 301 now)"),
+        ("data.vocab_size=301", "data.vocab_size (300 in the snapshot, 301 now)"),
         ("data.sources=[[a.txt,1],[more,1]]", "data.sources"),
         ("data.tokenizer=nowhere.json", "data.tokenizer"),
     ],

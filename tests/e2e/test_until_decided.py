@@ -100,7 +100,7 @@ def test_a_diverged_setting_ends_the_sweep(tmp_path):
 
 def test_bad_rules_are_refused_before_anything_is_written(tmp_path):
     cases = {
-        "too few seeds": (["run.seed=1,2,3,4"], "give 5 or more"),
+        "too few seeds": (["run.seed=1,2,3,4"], "give at least 5 seeds"),
         "one setting": (["optimizer.lr=0.01"], "list values of another key than run.seed"),
         "the same seed twice": (["run.seed=1,1,2,3,4,5"], "list different seeds"),
         "no name": (["run.name=null"], "give it a run.name"),
@@ -174,7 +174,7 @@ def test_versions_stop_when_one_is_worse_or_has_the_same_bits(tmp_path):
     diverged = call(tool("versions", "HEAD", ".", *words, "optimizer.lr=1e30"), project, **env)
     assert diverged.returncode == 2 and "not decided: seed 1 of HEAD diverged" in diverged.stdout
     few = call(tool("versions", "HEAD", ".", *words, "run.seed=1,2,3"), project, separate=True)
-    assert few.returncode == 2 and "give 5 or more" in few.stderr
+    assert few.returncode == 2 and "give at least 5 seeds" in few.stderr
 
 
 @pytest.mark.integration

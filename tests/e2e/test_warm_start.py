@@ -67,7 +67,7 @@ def test_killed_and_resumed_without_the_source(tmp_path):
         "ddp.nproc_per_node=2",
     ]
     whole = succeed([*command, "run.name=whole"], tmp_path)
-    started = "the weights are those of run.init_from=outputs/source"
+    started = "starting from the weights of run.init_from=outputs/source"
     assert whole.count(started) == 1
 
     saved = "outputs/text_file-from_source-*/snapshots/*/manifest.json"

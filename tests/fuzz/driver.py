@@ -36,7 +36,7 @@ ENVIRONMENT = {
 }
 # Lines of the log that may precede an error.
 NOTICES = r"not taken from |damaged snapshot .* is ignored|.* was never finished and is ignored|retrying: "  # noqa: E501
-NOTICES += r"|sweep\..*: without -m this is one run"
+NOTICES += r"|sweep\..* has no effect on a single run"
 # Names of exceptions that no user's mistake explains.
 INTERNAL = r"\b(Type|Key|Attribute|Assertion|Index|Recursion|Name|UnboundLocal|ZeroDivision|Overflow)Error\b"  # noqa: E501
 

@@ -15,7 +15,7 @@ import torch
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.data.dataset import EncodedText
-from mingpt_ddp.distributed.group.json_collectives import SHORT_BYTES
+from mingpt_ddp.distributed.group.json_collectives import FIRST_PART_BYTES
 from mingpt_ddp.distributed.group.process_group import PREPARING, STARTING
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.watchdog import BLOCKED_S
@@ -29,7 +29,7 @@ WORLD = 3
 VALUES = [None, "ä€😀" * 50, {"list": [1, 2.5, True], "of": "rank 2"}]
 # as JSON just below, at and above one message, and one long value among short ones
 LONG = "ä€😀" * 40_000  # 360 kB
-LENGTHS = [["x" * (SHORT_BYTES - 3 + n) for n in range(WORLD)], ["", "long" * 999, 7]]
+LENGTHS = [["x" * (FIRST_PART_BYTES - 3 + n) for n in range(WORLD)], ["", "long" * 999, 7]]
 
 
 def tensors() -> dict[str, torch.Tensor]:

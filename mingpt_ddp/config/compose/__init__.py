@@ -1,1 +1,1 @@
-"""Hydra: composing a configuration, and its errors as one line."""
+"""Compose a configuration with Hydra, and explain Hydra's errors in one line."""

@@ -1,4 +1,4 @@
-"""Hydra's errors as one line."""
+"""Explain Hydra's errors in one line."""
 
 import re
 from typing import Any
@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mingpt_ddp.config.config import explain_value
 from mingpt_ddp.config.hints import suggest
 
-# Hydra's plugins that presets use, and the extras in setup.cfg that install them.
+# The plugins of Hydra that our presets use, and the extras in setup.cfg that install them.
 PLUGINS = {
     "hydra/launcher/submitit_slurm": "slurm",
     "hydra/launcher/submitit_local": "slurm",
@@ -20,10 +20,10 @@ SWEEPS = "-m, or mingpt_ddp.sweep"
 
 
 def explain(error: Exception) -> str:
-    """Return Hydra's error as one line, without passwords of URLs.
+    """Explain an error of Hydra in one line, without the passwords of URLs.
 
-    The words are Hydra's, except for an unknown preset or key, a group with a needless +, and an
-    override with several values.
+    The text of an unknown preset or key, of a group with an unnecessary +, and of an override with
+    several values is ours. All other texts are Hydra's.
     """
     text = str(error)
     preset = re.search(r"Could not (?:find|load) '(.+)/([^/']+)'", text)
@@ -35,11 +35,11 @@ def explain(error: Exception) -> str:
         group, name = added.groups()
         return f"{group} is already in the defaults list; write {group}={name}, without the +"
     if swept := re.search(r"Sweep parameters '(.+)' requires --multirun", text):
-        return f"{swept[1]} has several values; a sweep trains a job with each ({SWEEPS})"
+        return f"{swept[1]} has several values; a sweep trains a job with each value ({SWEEPS})"
     if several := re.search(r"Ambiguous value for argument '(([^=]+)=(.*))'\n", text):
         word, key, values = several.groups()
         return (
-            f"{word} has several values; a sweep trains a job with each ({SWEEPS}); "
+            f"{word} has several values; a sweep trains a job with each value ({SWEEPS}); "
             f"write '{key}=[{values}]' for a list, or '{key}=\"{values}\"' for a text"
         )
     if isinstance(error, OverrideParseException):
@@ -54,27 +54,27 @@ def explain(error: Exception) -> str:
 
 
 def _explain_unknown_preset(group: str, name: str, text: str) -> str | None:
-    """List the existing presets of a group. Return None if it has none.
+    """Say that a preset does not exist, and list the presets of its group. None if it has none.
 
     Args:
-        text: Text of Hydra's error, which lists them.
+        text: Text of Hydra's error, which contains this list.
     """
     preset = f"{group}/{name}"
     if preset in PLUGINS:
-        return f"{preset} is not installed; pip install 'mingpt_ddp[{PLUGINS[preset]}]'"
+        return f"{preset} is not installed; run pip install 'mingpt_ddp[{PLUGINS[preset]}]'"
     options = text.partition("Config search path")[0]
     known = ", ".join(re.findall(r"^\t(\S+)$", options, re.MULTILINE))
     if not known:
         return None
     return (
-        f"Could not find '{preset}'; choose one of {known}, or add --config-dir=DIR for a preset "
-        "of your own"
+        f"Could not find '{preset}'; choose one of {known}, or add --config-dir=DIR for your own "
+        "preset"
     )
 
 
 def _explain_unknown_key(key: str, error: Exception) -> str:
     """Say that a key is unknown, and suggest the key that was probably meant."""
-    cause: Any = error.__cause__  # has the keys of the group, which a user may have registered
+    cause: Any = error.__cause__  # an error that has the keys of the group, also the user's keys
     in_group = (
         "." in key
         and getattr(cause, "full_key", None) == key

@@ -1,4 +1,4 @@
-"""The uses of Hydra and OmegaConf that go beyond their public interface."""
+"""The only module that uses private parts of Hydra and OmegaConf."""
 
 import argparse
 import contextlib
@@ -15,8 +15,8 @@ from mingpt_ddp.errors import ConfigError
 class _ArgumentParser(argparse.ArgumentParser):
     """A parser that accepts any object as a help text, and reports errors without the usage.
 
-    Hydra 1.3 passes an object that becomes a text only when it is shown. Since Python 3.14,
-    argparse checks help texts early and would refuse this object.
+    Hydra 1.3 passes an object that is converted to a text only when it is shown. Since Python 3.14,
+    argparse checks help texts early, and would refuse this object.
     """
 
     def _check_help(self, action: argparse.Action) -> None:
@@ -42,5 +42,5 @@ def own_parser() -> Iterator[None]:
 
 
 def full_key(cfg: DictConfig) -> str:
-    """Return the dotted key of a node in its whole configuration. Return "" for the whole."""
+    """Return the dotted key of a node in its configuration. Return "" for the root."""
     return str(cfg._get_full_key(None))

@@ -1,4 +1,4 @@
-"""Settings of Hydra that a run refuses."""
+"""Refuse settings of Hydra that do not work with a run."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ def check_hydra_keys(config: DictConfig) -> None:
     """Reject Hydra settings that would be ignored or that conflict with run.root and run.name."""
     check(
         not config.hydra.job.chdir,
-        "hydra.job.chdir=true would move the jobs away from run.root; leave it out",
+        "hydra.job.chdir=true would start the jobs outside of run.root; leave it out",
     )
     check(not config.hydra.verbose, "hydra.verbose has no effect here; leave it out")
     # Do not resolve interpolations: some have no value before a job runs.

@@ -1,4 +1,4 @@
-"""Hydra helpers: the command line, the composed configuration, a job's overrides."""
+"""Helpers for Hydra: register the schema, run a task, read the command line, write overrides."""
 
 import contextlib
 import io
@@ -24,8 +24,8 @@ from mingpt_ddp.config.hints import known_keys, suggest
 from mingpt_ddp.config.keys.schema import GROUPS
 from mingpt_ddp.errors import ConfigError, with_commands
 
-# Hydra 1.4 has a list of the `_target_`s that a configuration may name. The list would refuse
-# callbacks of users. It would protect nobody, because presets may also name Python files to run.
+# Hydra 1.4 has a list of the `_target_` values that a configuration may have. It would refuse the
+# callbacks of users, and protect nobody, because presets may also name Python files to run.
 UNCHECKED = getattr(utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
 WHITELIST: dict[str, Any] = {} if UNCHECKED is None else {"execution_whitelist": UNCHECKED}
 # Hydra 1.3 warns if version_base is missing, and Hydra 1.4 warns if it is given.
@@ -54,14 +54,14 @@ class JobSweeperConf:
 
 
 def _store_defaults() -> None:
-    """Register the schema's defaults with Hydra, so that YAML files contain only what differs.
+    """Register the schema's defaults with Hydra, so that YAML files contain only other values.
 
-    conf/mingpt_ddp.yaml begins with `schema`, which has the groups with one dataclass. The other
-    groups have several. Each of their presets begins with the defaults of its own dataclass, as in
-    `defaults: [/schema/model/gpt@_here_]`, or with those of `data/text`. Without `@_here_`, the
-    defaults would only reach groups at the top of a configuration.
+    conf/mingpt_ddp.yaml begins with `schema`, which has the groups with one dataclass. Each preset
+    of the other groups begins with the defaults of its own dataclass, as in
+    `defaults: [/schema/model/gpt@_here_]`. Presets of data begin with the defaults of `data/text`.
+    Without `@_here_`, the defaults would only reach groups at the top of a configuration.
 
-    Users can register keys for the groups with several dataclasses. Therefore Hydra accepts any key
+    Users can register keys for the groups with several dataclasses. Hydra therefore accepts any key
     in these groups without a +. `from_mapping` refuses keys that nobody has registered.
     """
     store = ConfigStore.instance().store
@@ -87,7 +87,7 @@ _store_defaults()
 def config_directory() -> Path:
     """Return the directory conf/ of the checkout, or its copy in an installed package."""
     package = Path(__file__).resolve().parents[2]
-    installed = (package / "conf").resolve()  # a link in a checkout
+    installed = (package / "conf").resolve()  # in a checkout this is a link
     return installed if installed.is_dir() else package.parent / "conf"
 
 
@@ -98,7 +98,7 @@ def run_hydra(task: Callable[[DictConfig], Any]) -> str:
         The text that an option of Hydra such as --cfg prints instead. "" without such an option.
 
     Raises:
-        Exception: From `task`, or from Hydra for `explain`.
+        Exception: An error of `task`, or an error of Hydra, which `explain` turns into one line.
     """
     run = hydra_main(str(config_directory()), "config", **VERSION_BASE, **WHITELIST)(task)
     if not {word.partition("=")[0] for word in sys.argv[1:]} & {*PRINTING}:
@@ -108,7 +108,7 @@ def run_hydra(task: Callable[[DictConfig], Any]) -> str:
     with own_parser(), contextlib.redirect_stdout(io.StringIO()) as printed:
         try:
             run()
-        except SystemExit as end:  # 0 after --hydra-help
+        except SystemExit as end:  # the exit code is 0 after --hydra-help
             if end.code:
                 sys.stderr.write(printed.getvalue())
                 raise
@@ -131,16 +131,16 @@ def reorder_argv(argv: list[str]) -> list[str]:
             overrides.append(word)
         else:
             flags.append(word)
-    if flags and flags[-1] in ("--info", "-i"):  # it would take the first override as its value
+    if flags and flags[-1] in ("--info", "-i"):  # would take the first override as its value
         flags[-1] = "--info=all"
     return flags + overrides
 
 
 def check_options(argv: list[str]) -> None:
-    """Check that every option is one of Hydra's. Unlike argparse, suggest the key that was meant.
+    """Check that Hydra has all options of a command line. Suggest a key instead of a wrong option.
 
     Raises:
-        ConfigError: There is another option. The message names the first one.
+        ConfigError: Hydra does not have an option. The message names the first such option.
     """
     for word, following in zip(argv, [*argv[1:], "-"], strict=False):
         name, _, value = word.partition("=")
@@ -156,7 +156,7 @@ def check_options(argv: list[str]) -> None:
 
 
 def is_external(launcher: str) -> bool:
-    """Return True if a launcher is not one of Hydra's own, so that it runs jobs elsewhere."""
+    """Return True if a launcher is not Hydra's own. Such a launcher runs jobs elsewhere."""
     return not launcher.startswith("hydra._internal.")
 
 
@@ -171,7 +171,7 @@ def key_of_group(key: str) -> str:
 
 
 def config_flags(hydra: Any) -> list[str]:
-    """Return the --config-name, --config-path and --config-dir of a command line.
+    """Rebuild the options --config-name, --config-path and --config-dir of a command line.
 
     Args:
         hydra: The `hydra` node of the configuration that the command line composed.
@@ -192,7 +192,7 @@ def config_flags(hydra: Any) -> list[str]:
 
 
 def hydra_value(value: Any) -> str:
-    """Format a value so that Hydra's override grammar parses it back."""
+    """Format a value as text that Hydra's override grammar parses to the same value."""
     if isinstance(value, list):
         return f"[{','.join(map(hydra_value, value))}]"
     # Hydra does not accept quoted keys.
@@ -200,7 +200,7 @@ def hydra_value(value: Any) -> str:
         pairs = [f"{key}:{hydra_value(each)}" for key, each in value.items()]
         return f"{{{','.join(pairs)}}}"
     if not isinstance(value, str):
-        return json.dumps(value, default=str)  # for a date in an edited file
+        return json.dumps(value, default=str)  # str() formats a date in an edited file
     return QuotedString(literal(value), Quote.double).with_quotes()
 
 

@@ -1,4 +1,4 @@
-"""Make a job of what Hydra has composed. Only this module reads Hydra's state."""
+"""Build a job from the configuration that Hydra has composed. Only here is Hydra's state read."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import replace
@@ -15,14 +15,15 @@ from mingpt_ddp.config.job import Job, SweepPlace, job_name
 
 
 def resolve(cfg: DictConfig, swept: Collection[str] | None = None) -> Job:
-    """Return the job that Hydra has just composed: a run, or a job of a sweep.
+    """Return the job of the configuration that Hydra has just composed.
 
     Args:
-        swept: The keys that the sweep varies. None to derive them from Hydra's state, in which
-            `mingpt_ddp.study.sweeps.preflight` lists the other keys if the sweeper is not ours.
+        cfg: The configuration of a single run, or of a job of a sweep.
+        swept: Keys that the sweep varies. None to derive them from Hydra's state. If the sweeper is
+            not ours, `mingpt_ddp.study.sweeps.preflight` has listed the other keys there.
 
     Raises:
-        ConfigError, CodeError: A key, a value or a user's file is invalid; one line.
+        ConfigError, CodeError: A key, a value or a user's file is invalid.
     """
     hydra = HydraConfig.get()
     words = _words(hydra.overrides.task)
@@ -44,10 +45,14 @@ def compose_job(
     overrides: list[str],
     swept: Collection[str],
 ) -> Job:
-    """Compose a job of a sweep and make it Hydra's state, as Hydra's own launcher does.
+    """Compose a job of a sweep, and store it as Hydra's state, as Hydra's own launcher does.
 
     Args:
+        context: Hydra's context, which loads configurations.
         config: Hydra's configuration of the sweep.
+        number: Number of the job in the sweep, from 0.
+        overrides: Overrides of the job.
+        swept: Keys that the sweep varies.
     """
     composed = context.config_loader.load_sweep_config(config, [*overrides])
     with open_dict(composed):
@@ -74,7 +79,7 @@ def to_job(cfg: DictConfig, hydra: Any, overrides: Iterable[str]) -> Job:
         overrides: Overrides from the command line.
 
     Raises:
-        ConfigError, CodeError: A key, a value or a user's file is invalid; one line.
+        ConfigError, CodeError: A key, a value or a user's file is invalid.
     """
     return Job.build(
         to_plain(cfg),
@@ -92,9 +97,9 @@ def preset_directories(hydra: Any) -> list[str]:
 
 
 def application_state() -> tuple[frozenset[str], list[str]]:
-    """Return the keys on the command line of another Hydra application, and its preset directories.
+    """Return the command-line keys of another Hydra application, and its preset directories.
 
-    Both are empty if its configuration does not come from `@hydra.main`.
+    Both are empty if the application does not use `@hydra.main`.
     """
     if not HydraConfig.initialized():
         return frozenset(), []
@@ -103,13 +108,13 @@ def application_state() -> tuple[frozenset[str], list[str]]:
 
 
 def _words(overrides: Any) -> list[str]:
-    """Return overrides as they were typed. Interpolations in them are not resolved."""
+    """Return overrides as they are on the command line, with unresolved interpolations."""
     words: Any = OmegaConf.to_container(overrides, resolve=False)
     return [*words]
 
 
 def _hydra_files(cfg: DictConfig) -> dict[str, str]:
-    """Return the files that Hydra would write to `.hydra/`, by name."""
+    """Return the contents of the files that Hydra would write to `.hydra/`, by name."""
     whole: Any = HydraConfig.instance().cfg
     return {
         "config.yaml": OmegaConf.to_yaml(cfg),

@@ -188,7 +188,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory use in bytes: of this device if it is a GPU, else of the process."""
+    """Return the peak memory of this process in bytes: on the GPU, or for a CPU in RAM."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -22,9 +22,9 @@ from mingpt_ddp.process.env import DistEnv
 T = TypeVar("T")
 D = TypeVar("D")
 
-# The first message of a broadcast holds the size of the value and its first bytes.
-SIZE_BYTES = 8
-SHORT_BYTES = 1016
+# The first message of a broadcast holds the size of the value, and the first part of the value.
+SIZE_FIELD_BYTES = 8
+FIRST_PART_BYTES = 1016
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,17 @@ class JsonCollectives:
         if self.world_size == 1:
             return value
         content = json.dumps(value).encode() if self.is_rank_zero else b""
-        size = len(content).to_bytes(SIZE_BYTES, "little")
-        first = _tensor(size + content[:SHORT_BYTES], SIZE_BYTES + SHORT_BYTES)
+        size = len(content).to_bytes(SIZE_FIELD_BYTES, "little")
+        first = _tensor(size + content[:FIRST_PART_BYTES], SIZE_FIELD_BYTES + FIRST_PART_BYTES)
         with self._blocked():
             dist.broadcast(first, src=0, group=self._group)
-            parts = [first[SIZE_BYTES:]]
-            left = int.from_bytes(first[:SIZE_BYTES].numpy().tobytes(), "little") - SHORT_BYTES
+            parts = [first[SIZE_FIELD_BYTES:]]
+            left = (
+                int.from_bytes(first[:SIZE_FIELD_BYTES].numpy().tobytes(), "little")
+                - FIRST_PART_BYTES
+            )
             if left > 0:
-                rest = _tensor(content[SHORT_BYTES:], left)
+                rest = _tensor(content[FIRST_PART_BYTES:], left)
                 dist.broadcast(rest, src=0, group=self._group)
                 parts.append(rest)
         return _decode(torch.cat(parts))
@@ -129,8 +132,8 @@ class JsonCollectives:
 
         Raises:
             UserError: The call has raised this error. It is raised on every rank.
-            OSError: The call has raised another error that is shared. The message names the rank,
-                and the errno is the same.
+            OSError: The call has raised another error of the class `shared_errors`. The message
+                names the rank, and the errno is that of the original error.
         """
         result = self._attempt(work) if self.is_rank_zero else CallResult()
         return self._value_or_raise(self.broadcast_json(result.packed), result)
@@ -203,7 +206,7 @@ class JsonCollectives:
         raise unpack_error(packed["error"], rank) from own.error
 
     def _blocked(self) -> AbstractContextManager[None]:
-        """Enter a context in which this rank waits for other ranks. Subclasses mark it."""
+        """Return a context for the wait in a collective. A subclass marks it in the heartbeat."""
         return nullcontext()
 
     def _encode_padded(self, value: Any) -> Tensor:

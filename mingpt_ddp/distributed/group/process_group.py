@@ -282,7 +282,12 @@ class ProcessGroup(JsonCollectives):
         return bool(flags)
 
     def get_or_set(self, key: str, make: Callable[[], str]) -> str:
-        """Return the value of `make` from the first attempt, even after the agent has restarted."""
+        """Return the value that the first attempt has stored under a key, also after restarts.
+
+        Args:
+            key: Key of the value in the store of the job.
+            make: Returns the value to store. Later attempts ignore it.
+        """
         if self._job_store is None:
             return make()
         return self._job_store.compare_set(key, "", make()).decode()

@@ -49,7 +49,8 @@ def import_path() -> str:
     checkout = str(Path(__file__).resolve().parents[3])
     path = os.environ.get("PYTHONPATH", "")
     if Path(checkout).name in ("site-packages", "dist-packages"):
-        # An installed package needs no entry. An entry would hide modules of the standard library.
+        # An installed package needs no entry. In PYTHONPATH, site-packages would come before the
+        # standard library and hide its modules.
         return path
     return os.pathsep.join(filter(None, [checkout, path]))
 

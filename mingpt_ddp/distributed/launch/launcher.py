@@ -60,8 +60,10 @@ class Launch:
 class Ended:
     """How a run on local workers has ended."""
 
-    code: int  # 0 if complete, ddp.preempted_exit_code, or 128 + n if signal n ended it otherwise
-    signalled: bool  # True if this process received a signal, perhaps too late for the run
+    # Exit code, for example 0 after a complete run, ddp.preempted_exit_code after a preemption, or
+    # 128 + n if signal n has ended the run before it could save.
+    code: int
+    signalled: bool  # True if this process has received a signal, even if the run was complete then
     error: UserError | None = None  # the first error that a worker has reported
 
 

@@ -39,7 +39,8 @@ def check_strategy(config: Config, world_size: int) -> None:
         )
     if name == "hsdp" and world_size < MIN_HSDP_RANKS:
         raise ConfigError(
-            f"ddp.strategy=hsdp needs at least {MIN_HSDP_RANKS} ranks, not {world_size}; use fsdp"
+            f"ddp.strategy=hsdp needs at least {MIN_HSDP_RANKS} ranks, not {world_size}; use "
+            "ddp.strategy=fsdp"
         )
     if name in ("fsdp", "hsdp") and config.optimizer.needs_whole_matrices:
         raise ConfigError(

@@ -67,7 +67,7 @@ class Strategy:
         self.all_reduce_s = 0.0  # seconds that the latest step has waited for its all-reduces
         self._shares: dict[str, Tensor] = {}  # sums of this rank's losses and metrics in the step
         self.clock = StepClock(device)
-        # the first pass compiles, the second one records CUDA graphs
+        # With compilation, the first pass compiles and the second one records CUDA graphs.
         self.warmup_passes = WARMUP_PASSES + 1 if compiles else 0
 
     def check_start(self, micro_batch_size: int, recorded: Mapping[str, Any] | None) -> None:
@@ -91,8 +91,8 @@ class Strategy:
         """
         if isinstance(model, SupportsSeveralDevices) and not self.allows_several_devices:
             raise ConfigError(
-                f"{type(model).__name__} has a method to_devices, for several devices of a rank, "
-                "which needs ddp.strategy=ddp and ddp.reduction=fast; set both, or remove it"
+                f"{type(model).__name__} can use several devices per rank (to_devices), which "
+                "needs ddp.strategy=ddp and ddp.reduction=fast; set both, or remove to_devices"
             )
         if self.ddp.sync_batchnorm and self.device.type == "cpu" and self.group.world_size > 1:
             check_batchnorm(model)

@@ -104,7 +104,8 @@ class DDPStrategy(Strategy):
         super().__init__(ddp, trainer, device, group, compiles)
         self.warmup_passes = WARMUP_PASSES + compiles
         self._iteration = 0  # number of backward passes that have reduced gradients
-        # Seconds in the hook, by iteration. The latest ones are kept: DDP reports an older one.
+        # Seconds in the hook, by iteration. Recent iterations are kept, because DDP reports an
+        # earlier one.
         self._hook_s: dict[int, float] = {}
 
     def wrap(self, model: nn.Module, graphs: bool = False) -> nn.Module:

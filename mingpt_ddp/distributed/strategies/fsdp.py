@@ -66,8 +66,8 @@ def check_no_scalars(strategy: str, dimensions: Mapping[str, int]) -> None:
     scalars = [name for name, number in dimensions.items() if number == 0]
     if scalars:
         raise ConfigError(
-            f"ddp.strategy={strategy} cannot split {scalars[0]}, a scalar; give it one "
-            "element, or use zero1"
+            f"ddp.strategy={strategy} cannot split {scalars[0]}, a scalar; give it the "
+            "shape (1,), or use ddp.strategy=zero1"
         )
 
 
@@ -115,7 +115,7 @@ class FSDPStrategy(Strategy):
         """Shard the model. Only one block at a time is moved to the device as a whole.
 
         Raises:
-            ConfigError: torch cannot split a parameter, such as a scalar.
+            ConfigError: Torch cannot split a parameter, such as a scalar.
         """
         self._broadcast_weights(model)
         model = self._synchronize_batchnorm(model)
@@ -126,7 +126,7 @@ class FSDPStrategy(Strategy):
         blocks = getattr(model, "blocks", None)
         try:
             for module in list(model.modules()):
-                # batch normalization computes in fp32, like its running statistics
+                # Batch normalization computes in fp32, the type of its running statistics.
                 if half and hasattr(module, "running_mean"):
                     shard(module)
             if isinstance(blocks, nn.ModuleList):
@@ -136,7 +136,7 @@ class FSDPStrategy(Strategy):
         except (ValueError, NotImplementedError) as error:
             reason = " ".join(str(error).split()).rstrip(".")
             raise ConfigError(
-                f"ddp.strategy={self.name} cannot split the model: {reason}; or use zero1"
+                f"ddp.strategy={self.name} cannot split the model: {reason}; use ddp.strategy=zero1"
             ) from error
         return model
 
@@ -153,7 +153,8 @@ class FSDPStrategy(Strategy):
 
     def watch_gradients(self, model: nn.Module, take: Callable[[str, Tensor], None]) -> None:
         """Watch the gathered parameters, which a module has only while it computes."""
-        # By id. Torch gathers into the same parameter in every pass, so each is watched once.
+        # Gathered parameters by id. Torch uses the same parameter in every pass, so each is watched
+        # only once.
         watched: dict[int, nn.Parameter] = {}
 
         def watch_gathered(prefix: str, module: nn.Module, inputs: Any) -> None:

@@ -44,7 +44,7 @@ def check_tensor_parallel(config: Config) -> None:
 
     def need(is_met: bool, what: str) -> None:
         if not is_met:
-            raise ConfigError(f"ddp.tensor_parallel={size} needs {what}; or set it to 1")
+            raise ConfigError(f"ddp.tensor_parallel={size} needs {what}; otherwise set it to 1")
 
     has_dropout = bool(getattr(model, "dropout", 0))
     need(config.ddp.strategy == "auto", "ddp.strategy=auto")
@@ -54,7 +54,7 @@ def check_tensor_parallel(config: Config) -> None:
         "model.dropout=0, because split and whole activations need different masks",
     )
     parts = " and ".join(changed_parts(vars(model)))
-    need(not parts, f"the architecture's own parts, without {parts}")
+    need(not parts, f"the original parts of the architecture, without {parts}")
     need(not uses_user_code(config), "built-in optimizers, tasks and datasets")
     need(
         not config.optimizer.needs_whole_matrices,

@@ -13,7 +13,7 @@ class Tracker(ABC):
     A method may raise any exception. The sender then calls `start` again.
     """
 
-    name: str  # name of the tracker, of its library and of its key in `tracker`
+    name: str  # the name of the tracker, which its library and its configuration key share
 
     def __init__(self, config: Config, directory: Path, run_id: str) -> None:
         """

@@ -1,1 +1,1 @@
-"""Exports of a snapshot, in this package's format and for transformers."""
+"""Export the model in a snapshot, in this package's format or for the transformers library."""

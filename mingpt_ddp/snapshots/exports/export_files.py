@@ -1,4 +1,4 @@
-"""Export a snapshot: its weights, their description, and a model card, as files by name."""
+"""Create the files of an export: the weights of a model, its configuration, and a model card."""
 
 import contextlib
 import json
@@ -15,17 +15,19 @@ from mingpt_ddp.snapshots.staging_buffer import encode
 from mingpt_ddp.storage.remote.remote_errors import redact
 from mingpt_ddp.storage.storage import Content
 
-MAX_NAME = 200  # characters of the data's name that a model card shows
+MAX_NAME_CHARS = 200  # longest name of the data in a model card
 
 
 def export_files(
     url: str, step: Step, format: str, license: str | None = None
 ) -> tuple[int, dict[str, Content]]:
-    """Return the step and the files of an export.
+    """Create an export of a snapshot. Return the step of the snapshot, and the files by name.
 
     Args:
-        format: One of WRITERS.
-        license: An identifier for the model card.
+        url: URL of a run directory, of a directory of snapshots, or of one snapshot.
+        step: Step of the snapshot, or "newest" or "best".
+        format: A key of WRITERS.
+        license: Identifier of a license for the model card, or None.
 
     Raises:
         SnapshotError: There is no such snapshot, or the format cannot hold its model.
@@ -37,31 +39,33 @@ def export_files(
 
 
 def _safetensors(snapshot: Snapshot) -> dict[str, Content]:
+    """Create the files of an export in this package's format, by name."""
     description = json.dumps(describe(snapshot), indent=1) + "\n"
     return {MODEL: encode(snapshot.model), "config.json": description.encode()}
 
 
 def describe(snapshot: Snapshot) -> dict[str, Any]:
-    """Return the configuration of the model and the description of its inputs and outputs.
+    """Return the values of an export's config.json: the model, and its inputs and outputs.
 
-    A language model has a tokenizer and a context length. For other tasks, the snapshot describes
-    the data.
+    For a language model, the tokenizer and the context length describe the inputs and outputs. For
+    any other task, the description of the data in the snapshot does.
 
     Raises:
-        SnapshotError: The description is missing in the snapshot's state.
+        SnapshotError: The state of the snapshot does not describe the model.
     """
     state = snapshot.state
     values: dict[str, Any] = {"step": snapshot.step}
     values["val_loss"] = recorded_train_state(state).get("val_loss")
-    if isinstance(state, dict) and "data" in state:  # another task than a language model
+    if isinstance(state, dict) and "data" in state:  # the task is not a language model
         config = state.get("config")
         for group in ("task", "model"):
             values[group] = config.get(group) if isinstance(config, dict) else None
         values["data"] = state["data"]
         return values
     spec = read_model_spec(state)
+    # Validate only models without a user's own parts, because an export does not run user code.
     if spec.model["architecture"] in MODELS and not changed_parts(spec.model):
-        spec.config()  # others are copied unchecked, because an export runs no user code
+        spec.config()
     values["model"] = spec.model
     values["block_size"] = spec.block_size
     values.update(spec.tokenizer.state())
@@ -71,11 +75,11 @@ def describe(snapshot: Snapshot) -> dict[str, Any]:
 def _model_card(snapshot: Snapshot, license: str | None) -> bytes:
     """Write the model card in Markdown: the step, the validation loss and the name of the data.
 
-    The name is untrusted. It stands in an indented block, as ASCII in one line, where neither
-    Markdown nor YAML interprets it.
+    The name of the data is untrusted. It is written as one line of ASCII in an indented block,
+    where neither Markdown nor YAML interprets it.
 
     Args:
-        license: An identifier that YAML reads as text, or None to name no license.
+        license: Identifier of a license, which YAML must read as text. None names no license.
     """
     licensed = f"license: {license}\n" if license else ""
     facts = f"Step {snapshot.step}"
@@ -94,8 +98,9 @@ def _model_card(snapshot: Snapshot, license: str | None) -> bytes:
 
 {facts}; trained on
 
-    {json.dumps(name[:MAX_NAME])}
+    {json.dumps(name[:MAX_NAME_CHARS])}
 """.encode()
 
 
+# For each format, the function that creates the files of an export without its model card.
 WRITERS = {"safetensors": _safetensors, "hf": transformers_files}

@@ -1,7 +1,7 @@
-"""The files of a directory that transformers loads: its configuration, weights and tokenizer.
+"""Create the files from which the transformers library loads a model and its tokenizer.
 
-The architecture `gpt` is a GPT-2 there: no code of ours is needed. `modern` brings its code in
-modeling_modern.py.
+A model of architecture `gpt` becomes a GPT-2, for which transformers has the code. An export of
+`modern` contains the code of the model, in modeling_modern.py.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from mingpt_ddp.models.modern import Modern
 from mingpt_ddp.snapshots.format import MODEL, Snapshot
 from mingpt_ddp.snapshots.read.load_model import build_around, read_model_spec
 from mingpt_ddp.snapshots.transformers_format.model_files import (
-    MODELING,
+    MODELING_FILE,
     gpt2_tensors,
     gpt2_values,
     modern_values,
@@ -30,9 +30,9 @@ from mingpt_ddp.snapshots.transformers_format.tokenizer_files import (
 )
 from mingpt_ddp.storage.storage import Content
 
-# transformers' defaults are GPT-2's
-NOT_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-# Usual names of the token before a text. tokenizer.json does not say which token it is.
+# Without these values, transformers would assume the special tokens of GPT-2.
+NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+# Usual names of the token that begins a text. tokenizer.json does not say which token it is.
 BEGIN_NAMES = (
     "<s>",
     "<bos>",
@@ -40,28 +40,28 @@ BEGIN_NAMES = (
     "[BOS]",
     "<|begin_of_text|>",
     "<|startoftext|>",
-    "<|endoftext|>",  # GPT-2 has one token for both
+    "<|endoftext|>",  # in GPT-2, the same token begins and ends a text
 )
 ARCHITECTURES = ("gpt", "modern")
 
 
 def transformers_files(snapshot: Snapshot) -> dict[str, Content]:
-    """Return the files by name.
+    """Create the files of an export for transformers, by name.
 
     Raises:
-        SnapshotError: transformers cannot load such a model, or the snapshot is damaged.
+        SnapshotError: transformers cannot load a model of this kind, or the snapshot is damaged.
     """
     architecture = _architecture(snapshot.state)
-    unknown = changed_parts(snapshot.state["config"]["model"])
+    unsupported = changed_parts(snapshot.state["config"]["model"])
     if architecture not in ARCHITECTURES:
-        unknown = [f"model.architecture={architecture}"]
-    if unknown:
+        unsupported = [f"model.architecture={architecture}"]
+    if unsupported:
         raise SnapshotError(
-            f"{unknown[0]} has no form that transformers loads; use format=safetensors"
+            f"{unsupported[0]} cannot be exported for transformers; use format=safetensors"
         )
     spec = read_model_spec(snapshot.state)
     model = build_around(spec.config(), spec.sizes, snapshot.model)
-    code: dict[str, Content] = {}  # Python files for transformers, by name
+    code: dict[str, Content] = {}  # Python files in the export, by name
     if isinstance(model, GPT):
         values = gpt2_values(model)
         tensors = gpt2_tensors(snapshot.model)
@@ -69,9 +69,9 @@ def transformers_files(snapshot: Snapshot) -> dict[str, Content]:
         assert isinstance(model, Modern)
         values = modern_values(model)
         tensors = snapshot.model
-        code[MODELING.name] = MODELING.read_bytes()
+        code[MODELING_FILE.name] = MODELING_FILE.read_bytes()
     special = special_tokens(spec.tokenizer)
-    ends = _begin_and_end(special)
+    begin_and_end = _begin_and_end(special)
     files = {MODEL: safetensors.torch.save(tensors, {"format": "pt"}), **code}
     files["config.json"] = json_file(
         {
@@ -79,8 +79,8 @@ def transformers_files(snapshot: Snapshot) -> dict[str, Content]:
             "vocab_size": spec.tokenizer.vocab_size,
             "dtype": "float32",
             "torch_dtype": "float32",
-            **NOT_SPECIAL,
-            **{f"{kind}_id": special[name] for kind, name in ends.items()},
+            **NO_SPECIAL_TOKENS,
+            **{f"{kind}_id": special[name] for kind, name in begin_and_end.items()},
         }
     )
     if isinstance(spec.tokenizer, NoTokenizer):
@@ -90,14 +90,13 @@ def transformers_files(snapshot: Snapshot) -> dict[str, Content]:
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
-            "model_input_names": [
-                "input_ids",
-                "attention_mask",
-            ],  # GPT-2 would embed token_type_ids
+            # Leave out token_type_ids, which GPT-2 would embed.
+            "model_input_names": ["input_ids", "attention_mask"],
             "model_max_length": spec.block_size,
-            "padding_side": "left",  # new tokens follow the last column
+            # `generate` adds new tokens after the last column, which must not be padding.
+            "padding_side": "left",
             **padding(spec.tokenizer),
-            **ends,
+            **begin_and_end,
         }
     )
     return files
@@ -107,14 +106,16 @@ def _architecture(state: Any) -> str:
     try:
         return str(state["config"]["model"]["architecture"])
     except (LookupError, TypeError) as error:
-        raise SnapshotError("the snapshot has an invalid state: it names no model") from error
+        raise SnapshotError(
+            "the snapshot has an invalid state: it does not name the architecture of the model"
+        ) from error
 
 
 def _begin_and_end(special: dict[str, int]) -> dict[str, str]:
-    """Return the names of the tokens before and after a text, as bos_token and eos_token.
+    """Find the tokens that begin and end a text. Return their names, as bos_token and eos_token.
 
     Args:
-        special: Ids by name.
+        special: Ids of the special tokens, by name.
     """
     token_names = {}
     for kind, names in (("bos_token", BEGIN_NAMES), ("eos_token", END_NAMES)):

@@ -1,7 +1,7 @@
 """Read the weights that `run.init_from` names.
 
-They come from a run, a snapshot, an export, or a GPT-2 in Hugging Face's format. All of these are
-untrusted: tensors are safetensors, everything else is JSON.
+`run.init_from` may name a run, a snapshot, an export, or a GPT-2 in Hugging Face's format. All of
+these are untrusted. They are read only as safetensors and JSON, which cannot run code.
 """
 
 import contextlib
@@ -28,22 +28,25 @@ from mingpt_ddp.storage.urls import open_storage
 
 log = logging.getLogger(__name__)
 
-PICKLES = ("model.pt", "pytorch_model.bin")  # usual names of pickles, which are never read
+PICKLES = ("model.pt", "pytorch_model.bin")  # usual file names of pickles, which are never read
 
 
 @dataclass(frozen=True)
 class InitialWeights:
     """A model's weights, and the settings that a run takes over with them."""
 
-    model: dict[str, Any]  # the group `model` of its configuration, unchecked
+    model: dict[str, Any]  # the group `model` of the model's configuration, unchecked
     # Vocabulary size and context length in tokens. None if the task is not a language model.
     sizes: tuple[int | None, int | None]
-    state: dict[str, Any]  # the tokenizer as in state.json, or {} without a tokenizer
-    data: dict[str, Any]  # keys of the group `data` that the weights determine
+    state: dict[str, Any]  # the tokenizer, as in state.json. {} if there is none
+    data: dict[str, Any]  # the keys of the group `data` that the weights determine, with values
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def sha256(self) -> str:
-        """Return the SHA-256 of names and values. A snapshot and its exports have the same."""
+        """Return the SHA-256 of the weights' names and values.
+
+        It is the same for a snapshot and for its exports.
+        """
         return sha256_of_tensors(self.tensors)
 
 
@@ -51,16 +54,19 @@ def read_initial_weights(url: str) -> InitialWeights:
     """Read the weights at a URL.
 
     Raises:
-        SnapshotError: There are no weights, they are damaged, or no model here can use them.
+        SnapshotError: There are no weights, they are damaged, or no model of this package can use
+            them.
         StorageUnavailableError: The storage does not respond.
     """
     storage = open_storage(url, "run.init_from")
     with _one_line(url):
         weights = _read(storage, url)
         layers = weights.model.get("n_layer")
-        if type(layers) is int and layers > len(weights.tensors):  # layers take time to build
-            raise ValueError(f"n_layer is {layers}, with {len(weights.tensors)} tensors")
-        json.dumps(weights.state, ensure_ascii=False).encode()  # raises for surrogates
+        # Refuse an impossible number of layers now: building the layers would take long.
+        if type(layers) is int and layers > len(weights.tensors):
+            raise ValueError(f"n_layer is {layers}, but there are {len(weights.tensors)} tensors")
+        # Raise an error if a text in the state has surrogates, which UTF-8 cannot encode.
+        json.dumps(weights.state, ensure_ascii=False).encode()
     if weights.data and not weights.state:
         log.warning(
             "run.init_from=%s has no tokenizer (tokenizer.json, or vocab.json and merges.txt): the "
@@ -97,12 +103,12 @@ def _read(storage: Storage, url: str) -> InitialWeights:
 
 
 def weights_of_state(state: Any, tensors: dict[str, Tensor] | None = None) -> InitialWeights:
-    """Return the weights of a snapshot.
+    """Describe the weights of a snapshot, with its tensors if they are given.
 
     Args:
-        state: The untrusted state.json.
+        state: The untrusted values in state.json.
     """
-    if "data" in state:  # the task has a dataset of samples
+    if "data" in state:  # the data are samples, not a text
         return InitialWeights(dict(state["config"]["model"]), (None, None), {}, {}, tensors or {})
     spec = read_model_spec(state)
     return _weights_of_text(spec.model, spec.sizes, spec.tokenizer, tensors or {})
@@ -114,6 +120,7 @@ def _weights_of_text(
     tokenizer: Tokenizer | None,
     tensors: dict[str, Tensor],
 ) -> InitialWeights:
+    """Return the weights of a language model, with the tokens of its text."""
     if not all(type(size) is int and size > 0 for size in sizes):
         raise ValueError(f"its vocabulary size and context length are {str(sizes)[:100]}")
     _, block_size = sizes
@@ -129,10 +136,10 @@ def _weights_of_text(
 
 
 def _weights_of_export(values: Any, tensors: dict[str, Tensor]) -> InitialWeights:
-    """Return the weights of a format=safetensors export.
+    """Return the weights in an export with format=safetensors.
 
     Args:
-        values: The description in the export.
+        values: The untrusted values in the config.json of the export.
     """
     config = {"model": values["model"], "data": {"block_size": values.get("block_size")}}
     return weights_of_state({**values, "config": config}, tensors)
@@ -140,7 +147,7 @@ def _weights_of_export(values: Any, tensors: dict[str, Tensor]) -> InitialWeight
 
 @contextlib.contextmanager
 def _one_line(url: str) -> Iterator[None]:
-    """Turn errors from damaged or unexpected content into a SnapshotError."""
+    """Turn errors that damaged or unexpected content causes into a SnapshotError of one line."""
     try:
         yield
     except (

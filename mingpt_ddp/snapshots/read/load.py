@@ -1,4 +1,7 @@
-"""Find and load snapshots: the URL may name a run directory, its snapshots, or one snapshot."""
+"""Find and load snapshots.
+
+The URL may name a run directory, the directory of a run's snapshots, or one snapshot.
+"""
 
 import contextlib
 import itertools
@@ -15,14 +18,19 @@ from mingpt_ddp.storage.remote.remote_errors import redact
 from mingpt_ddp.storage.urls import check_can_open, open_storage
 from mingpt_ddp.storage.yaml_and_json import MAX_YAML_BYTES, load_yaml
 
-Step: TypeAlias = int | Literal["newest", "best"]  # the best has the lowest validation loss
+# Selects a snapshot. "best" is the one with the lowest validation loss.
+Step: TypeAlias = int | Literal["newest", "best"]
 ADVICE = "name a run directory, its snapshots or one of them"
 
 
 def locations(url: str) -> Iterator[str]:
-    """Yield the URLs that may hold the snapshots of a run directory or of a directory of snapshots.
+    """Yield the URLs at which the snapshots of a run may be.
 
-    The location that the configuration of the run's last start names comes first.
+    If the configuration of the run's last start names a location outside the run directory, it
+    comes first.
+
+    Args:
+        url: URL of the run directory, or of the directory of its snapshots.
     """
     if recorded := _recorded_url(url):
         yield recorded
@@ -30,6 +38,7 @@ def locations(url: str) -> Iterator[str]:
 
 
 def _open_store(url: str) -> SnapshotStore:
+    """Open the snapshots at a URL. Raise a SnapshotError if the URL cannot be opened."""
     try:
         check_can_open("URL", url)
     except ConfigError as error:  # the URL may have been recorded on another machine
@@ -38,7 +47,10 @@ def _open_store(url: str) -> SnapshotStore:
 
 
 def _first_store(urls: Iterable[str]) -> tuple[SnapshotStore, list[int]] | None:
-    """Return the first store that has snapshots, committed or not, and their steps."""
+    """Return the first store that has snapshots, committed or not, and its steps.
+
+    Return None if there are no snapshots at any of the URLs.
+    """
     for url in urls:
         store = _open_store(url)
         if steps := store.steps():
@@ -47,13 +59,17 @@ def _first_store(urls: Iterable[str]) -> tuple[SnapshotStore, list[int]] | None:
 
 
 def refuse_other_location(store: SnapshotStore, directory: Path) -> None:
-    """Refuse to start a run from the beginning while the store of its last start has snapshots.
+    """Refuse to start a run from the beginning if it has snapshots at another location.
+
+    The location is the one that the configuration of the run's last start names, or the run
+    directory's own.
 
     Args:
-        store: The store of the run, which has no snapshots.
+        store: The store at the configured location. It has no snapshots.
+        directory: The run directory.
 
     Raises:
-        SnapshotError: The other store has snapshots, or cannot be read. The error names it.
+        SnapshotError: The other location has snapshots, or cannot be read. The message names it.
     """
     for url in locations(str(directory)):
         if url in (store.url, str(directory)):
@@ -63,23 +79,27 @@ def refuse_other_location(store: SnapshotStore, directory: Path) -> None:
             where = redact(url)
             raise SnapshotError(
                 f"the run has snapshots at {where}, but none at {redact(store.url)}; add "
-                f"run.resume={where} to go on from there, or choose another run.name"
+                f"run.resume={where} to continue from them, or choose another run.name"
             )
 
 
 def snapshot_to_resume(
     store: SnapshotStore, directory: Path, source: str | None, kinds: Sequence[str] = ()
 ) -> Snapshot | None:
-    """Read the state of the snapshot that a run resumes from. Return None if there is none.
+    """Read the state of the snapshot that a run resumes from.
+
+    Return None if the run starts from the beginning.
 
     Args:
-        store: Store of the run's snapshots.
-        directory: Directory of the run.
-        source: As `RunConfig.source`.
-        kinds: Kinds of tensors to read from `source`, because they may be damaged.
+        store: The store of the run's own snapshots.
+        directory: The run directory.
+        source: URL of the snapshot that run.resume names, as in `RunConfig.source`. It is used if
+            the run has no snapshots of its own.
+        kinds: Kinds of tensors to read from `source` too, which finds out if they are damaged.
 
     Raises:
-        SnapshotError: The snapshot has the format of another version, or is elsewhere.
+        SnapshotError: Another version wrote the snapshot, in another format, or the run has
+            snapshots at another location only.
         StorageUnavailableError: The store does not respond.
     """
     if newest := store.newest_state():
@@ -91,7 +111,10 @@ def snapshot_to_resume(
 
 
 def step_in(url: str) -> tuple[SnapshotStore, int] | None:
-    """Return the store and the step if the URL names one snapshot."""
+    """Return the store and the step of the snapshot that a URL names.
+
+    Return None if the last part of the URL is not the name of a snapshot.
+    """
     parent, _, last = url.rstrip("/").rpartition("/")
     step = layout.step_of(last)
     if step is None:
@@ -100,13 +123,17 @@ def step_in(url: str) -> tuple[SnapshotStore, int] | None:
 
 
 def find_steps(url: str) -> tuple[SnapshotStore, list[int]]:
-    """List the snapshots of a run directory or of a directory of snapshots, committed or not.
+    """List the steps of the snapshots at a URL, committed or not. Return their store too.
 
-    A run directory may be untrusted. So this follows neither a symbolic link in it nor the location
-    that its configuration names.
+    A run directory may be untrusted. Its symbolic links are therefore not followed, and snapshots
+    at the location that its configuration names are not listed.
+
+    Args:
+        url: URL of a run directory, of a directory of snapshots, or of one snapshot.
 
     Raises:
-        SnapshotError: There are no snapshots. The message names the location in the configuration.
+        SnapshotError: There are no snapshots at the URL. The message names the location in the
+            configuration, if there is one.
     """
     if named := step_in(url):
         store, step = named
@@ -117,19 +144,20 @@ def find_steps(url: str) -> tuple[SnapshotStore, list[int]]:
     if found := _first_store([url] if is_link else [f"{url}/snapshots", url]):
         return found
     elsewhere = f"{url}/snapshots" if is_link else _recorded_url(url)
-    advice = f"the run saves them at {redact(elsewhere)}: name that" if elsewhere else ADVICE
+    advice = f"the run saves them at {redact(elsewhere)}: name that URL" if elsewhere else ADVICE
     raise SnapshotError(f"there are no snapshots at {url}{_if_missing(url)}; {advice}")
 
 
 def load(
     url: str, kinds: Sequence[str] = layout.KINDS, step: Step = "newest", whole: bool = True
 ) -> Snapshot:
-    """Read a snapshot of a run directory or a directory of snapshots, or the one at the URL.
+    """Find a snapshot and read it.
 
     Args:
-        kinds: Kinds of tensors to read. The others are left empty.
-        step: Step of the snapshot. `newest` skips damaged snapshots.
-        whole: See SnapshotStore.read.
+        url: URL of a run directory, of a directory of snapshots, or of one snapshot.
+        kinds: Kinds of tensors to read. The other kinds are left empty.
+        step: Step of the snapshot, or "newest" or "best". "newest" skips damaged snapshots.
+        whole: Read the tensors, or only an index of their positions: see `StoreReader.read`.
 
     Raises:
         SnapshotError: There is no such snapshot, or it is damaged.
@@ -161,6 +189,7 @@ def load(
 
 
 def _if_missing(url: str) -> str:
+    """Return words for a message if a URL names a local directory that does not exist, or ""."""
     storage = open_storage(url)
     if storage.has_flock and not os.path.lexists(storage.root):
         return ", which does not exist"
@@ -168,7 +197,10 @@ def _if_missing(url: str) -> str:
 
 
 def _best_step(store: SnapshotStore, steps: list[int]) -> int | str:
-    """Return the best step that the newest readable state records, or "best" if it has none."""
+    """Return the best step, as recorded in the newest state that can be read.
+
+    Return "best" if no best step is recorded: there is no such snapshot.
+    """
     for step in reversed(steps):
         with contextlib.suppress(CorruptSnapshotError):
             _, state = store.read_metadata(step)
@@ -178,7 +210,7 @@ def _best_step(store: SnapshotStore, steps: list[int]) -> int | str:
 
 
 def recorded_train_state(state: Any) -> dict[str, Any]:
-    """Return the unchecked train state in a state.json, or {} if it has none."""
+    """Return the unchecked train state in the values of a state.json, or {} if there is none."""
     train_state = state.get("train_state") if isinstance(state, dict) else None
     return train_state if isinstance(train_state, dict) else {}
 
@@ -189,29 +221,40 @@ def _is_link(url: str) -> bool:
 
 
 def _recorded_url(run: str) -> str | None:
-    """Return the snapshot.path that the last start of a run recorded, as a URL.
+    """Return the URL of a run's snapshots, from the configuration that its last start recorded.
 
     Return None if the snapshots are inside the run directory.
+
+    Args:
+        run: URL of the run directory.
     """
     recorded = None
-    with contextlib.suppress(Exception):  # not a run directory, or no more config files
+    # Reading ends with an exception after the last configuration file, or at once if this is not a
+    # run directory.
+    with contextlib.suppress(Exception):
         directory = open_storage(run)
         for number in itertools.count(1):
             name = "config.yaml" if number == 1 else f"config.{number}.yaml"
             content = directory.read(name, limit=MAX_YAML_BYTES + 1)
-            with contextlib.suppress(Exception):  # no run has written this file
+            with contextlib.suppress(Exception):  # invalid content: no run has written this file
                 recorded = _url_in(load_yaml(content), directory.root)
     return recorded
 
 
 def _url_in(config: Any, directory: str) -> str | None:
-    """Return the URL of the snapshots, if a configuration puts them outside the run directory."""
+    """Return the URL of a run's snapshots, or None if they are inside the run directory.
+
+    Args:
+        config: The untrusted configuration of the run.
+        directory: Path of the run directory.
+    """
     path = config["snapshot"].get("path")
-    # A chained URL (a::b) could open a filesystem that executes what it reads, or writes;
-    # snapshot.path is never one.
+    # Refuse a chained URL (a::b), because it could open a filesystem that writes, or executes
+    # what it reads. A configuration from a run of this package never has a chained snapshot.path.
     if not isinstance(path, str) or "::" in path:
         return None
-    depth = (config["run"]["name"] or "").count("/") + 1  # sweep/job has 2 parts
-    # Take the name from the directory, because it may be run.name with a number: run-2.
+    # The number of parts of the run's name: "sweep/job" has two.
+    depth = (config["run"]["name"] or "").count("/") + 1
+    # Take the name from the directory. It may be run.name with a number added, such as run-2.
     name = "/".join(directory.rstrip("/").split("/")[-depth:])
     return f"{path.removesuffix('/')}/{name}"

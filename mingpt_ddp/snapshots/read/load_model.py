@@ -1,4 +1,4 @@
-"""Load the model of a snapshot without a run, to sample from it or to export it."""
+"""Load the model in a snapshot without starting a run, to sample from it or to export it."""
 
 import json
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ MAX_CONFIG_CHARS = 2 * MAX_YAML_BYTES  # JSON escapes more characters than YAML
 
 
 def load_model(url: str, step: Step = "newest") -> tuple[nn.Module, Tokenizer]:
-    """Load the model of a snapshot, on the CPU.
+    """Load the model and the tokenizer of a snapshot, on the CPU.
 
     Raises:
         SnapshotError: There is no snapshot, or no model can be built from it.
@@ -35,7 +35,7 @@ def load_model(url: str, step: Step = "newest") -> tuple[nn.Module, Tokenizer]:
 
 
 def load_with_state(url: str, step: Step = "newest") -> tuple[nn.Module, Tokenizer, Snapshot]:
-    """Load the model of a snapshot like `load_model`, and return the snapshot too."""
+    """Load the model and the tokenizer as `load_model` does, and return the snapshot too."""
     snapshot = load(url, ("model",), step)
     spec = read_model_spec(snapshot.state)
     with attribute_errors_to_user_code():
@@ -45,7 +45,7 @@ def load_with_state(url: str, step: Step = "newest") -> tuple[nn.Module, Tokeniz
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The description of the model in a snapshot. It is untrusted until `config` validates it."""
+    """A snapshot's description of its model. It is untrusted until `config` has validated it."""
 
     model: dict[str, Any]  # the group `model` of the run's configuration
     block_size: int  # context length in tokens
@@ -53,15 +53,15 @@ class ModelSpec:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Vocabulary size and context length, as `build_model` takes them."""
+        """Vocabulary size and context length: arguments of `build_model`."""
         return self.tokenizer.vocab_size, self.block_size
 
     def config(self) -> ModelConfig:
-        """Validate the values and return the typed configuration.
+        """Validate the configuration of the model.
 
         Raises:
-            SnapshotError: A value is invalid, or no Python file has registered the architecture or
-                a part.
+            SnapshotError: A value is invalid, or the architecture or a part of the model is the
+                user's own, and no loaded Python file has registered it.
         """
         try:
             return build_group("model", self.model)
@@ -77,12 +77,13 @@ class ModelSpec:
 
 
 def read_model_spec(state: Any) -> ModelSpec:
-    """Extract the description of the model from an untrusted snapshot state.
+    """Extract the description of the model from the untrusted state of a snapshot.
 
     Raises:
-        SnapshotError: It is missing, too large or malformed, or the task is not a language model.
+        SnapshotError: The description is missing, too large or malformed, or the task is not a
+            language model.
     """
-    if isinstance(state, dict) and "data" in state:  # the task has a dataset of samples
+    if isinstance(state, dict) and "data" in state:  # the data are samples, not a text
         raise SnapshotError(
             f"its task is not a language model; measure it with {command('evaluate')}"
         )
@@ -91,9 +92,9 @@ def read_model_spec(state: Any) -> ModelSpec:
         config = state["config"]
         architecture = config["model"]["architecture"]
         block_size = config["data"]["block_size"]
-        typed = isinstance(architecture, str) and type(block_size) is int
-        if not typed or len(json.dumps(config)) > MAX_CONFIG_CHARS:
-            raise ValueError("expected a configuration")
+        types_fit = isinstance(architecture, str) and type(block_size) is int
+        if not types_fit or len(json.dumps(config)) > MAX_CONFIG_CHARS:
+            raise ValueError("its configuration is too large, or has values of the wrong types")
         model = without_unknown({"model": config["model"]})["model"]
         return ModelSpec(dict(model), max(1, block_size), tokenizer)
     except (ConfigError, LookupError, TypeError, ValueError, AttributeError) as error:
@@ -103,33 +104,36 @@ def read_model_spec(state: Any) -> ModelSpec:
 def build_around(
     config: ModelConfig, sizes: tuple[int, Any], tensors: dict[str, Tensor]
 ) -> nn.Module:
-    """Build a model around a snapshot's tensors.
+    """Build a model whose parameters are the tensors of a snapshot.
 
-    A hostile configuration cannot allocate more memory than the tensors take.
+    Shapes are checked before anything is allocated. A hostile configuration can therefore not
+    allocate more memory than the tensors take.
 
     Args:
-        sizes: Outputs and inputs, as `build_model` takes them.
+        sizes: Sizes of the outputs and the inputs: arguments of `build_model`.
 
     Raises:
         SnapshotError: The tensors do not fit the configuration.
     """
-    if is_own_model(config):  # the user's constructor may compute buffers
+    # A user's constructor may compute buffers, so it needs real memory.
+    if is_own_model(config):
         model = build_model(config, *sizes)
         load_model_state(model, tensors)
         return model
 
     def on_meta(**changed: Any) -> nn.Module:
-        with torch.device("meta"):  # shapes without memory
+        with torch.device("meta"):  # tensors have shapes, but no memory
             return build_model(replace(config, **changed), *sizes)
 
     try:
-        if isinstance(config, TransformerConfig):  # do not build a billion modules
-            tensors_of_one = len(on_meta(n_layer=1).state_dict())
-            per_layer = len(on_meta(n_layer=2).state_dict()) - tensors_of_one
-            if tensors_of_one + (config.n_layer - 1) * per_layer != len(tensors):
+        # Check the number of layers by the number of tensors, before a billion layers are built.
+        if isinstance(config, TransformerConfig):
+            tensors_of_one_layer = len(on_meta(n_layer=1).state_dict())
+            per_layer = len(on_meta(n_layer=2).state_dict()) - tensors_of_one_layer
+            if tensors_of_one_layer + (config.n_layer - 1) * per_layer != len(tensors):
                 raise SnapshotError(
-                    f"the snapshot's {len(tensors)} tensors are not those of "
-                    f"{config.n_layer} layers"
+                    f"the snapshot has {len(tensors)} tensors, which is not the number of tensors "
+                    f"of a model with {config.n_layer} layers"
                 )
         model = on_meta()
     except RuntimeError as error:  # a tensor size overflows

@@ -1,4 +1,4 @@
-"""Read a rank's shard of a snapshot."""
+"""Read the tensors that this rank needs from a snapshot of which each rank holds a shard."""
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,10 +22,10 @@ from mingpt_ddp.storage.urls import open_storage
 def read_shards(
     runtime: Runtime, snapshot: Snapshot, model: nn.Module, optimizer: Optimizer
 ) -> Snapshot:
-    """Return the snapshot with the tensors for this rank's model and optimizer. A collective.
+    """Return a snapshot with the tensors of this rank's model and optimizer. A collective.
 
     Args:
-        snapshot: A snapshot with an index instead of tensors.
+        snapshot: The snapshot, with an index of its tensors instead of the tensors.
 
     Raises:
         SnapshotError: The snapshot does not fit the model.
@@ -44,7 +44,7 @@ def read_shards(
                 read_weights() if every_rank_reads else group.env.call_on_rank_zero(read_weights)
             )
 
-    group.decide_on_rank_zero(read_own, len)  # raises the error of any rank on all
+    group.decide_on_rank_zero(read_own, len)  # an error on any rank is raised on all ranks
     if not every_rank_reads:
         for kind in ("model", "ema"):
             tensors[kind] = group.broadcast_tensors(tensors[kind])
@@ -52,12 +52,12 @@ def read_shards(
 
 
 def _read(
-    strategy: Strategy, snapshot: Snapshot, kind: str, likes: Mapping[str, Tensor]
+    strategy: Strategy, snapshot: Snapshot, kind: str, targets: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the tensors of a kind that this rank needs, by name.
+    """Read the tensors of one kind that this rank needs. Return them by name.
 
     Args:
-        likes: The parameter or buffer that each tensor belongs to, by name.
+        targets: The parameters or buffers that the tensors belong to, by name.
     """
     url = snapshot.index["url"]
     entries = snapshot.index[kind]
@@ -69,13 +69,14 @@ def _read(
 
     def read(name: str) -> Tensor:
         _, shape, _ = entries[name]
-        like = likes.get(name.partition(":")[0] if is_state else name)
+        target = targets.get(name.partition(":")[0] if is_state else name)
         rows = partial(read_rows, storage.chunks, entries[name])
-        if like is not None and list(like.shape) == shape:
-            return strategy.assemble(like, rows)
-        if like is None or not is_state:
+        if target is not None and list(target.shape) == shape:
+            return strategy.assemble(target, rows)
+        if target is None or not is_state:
             raise SnapshotError(f"the snapshot's {kind} does not fit the model: {name}")
-        return rows()  # optimizer state with another shape, such as one number
+        # Optimizer state that does not have the shape of its parameter, such as a single number.
+        return rows()
 
     try:
         with ThreadPoolExecutor(CONCURRENT_FILES if storage.shared else 1) as pool:

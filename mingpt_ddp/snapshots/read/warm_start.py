@@ -1,7 +1,7 @@
-"""Start a run from the weights that `run.init_from` names: find, check and load them.
+"""Find, check and load the weights from which a run starts (run.init_from).
 
-Only the first start reads the weights. A resume takes everything from the snapshot of the run,
-because the weights may be gone.
+Only the first start of a run reads these weights. When the run resumes, it takes everything from
+its own snapshot, because the weights may have been deleted since.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from mingpt_ddp.snapshots.read.initial_weights import (
 
 log = logging.getLogger(__name__)
 
-# Keys of the group `model` that may differ from the settings of the weights.
+# Keys of the group `model` that may differ from the configuration recorded with the weights.
 FREE_KEYS = ("name", "dropout", "code")
 
 
@@ -36,49 +36,55 @@ FREE_KEYS = ("name", "dropout", "code")
 class WarmStart:
     """The configuration of a run, and the weights that it starts from, if any."""
 
-    config: Config  # with the sizes of the weights
-    state: dict[str, Any]  # argument of Task.extend
-    sizes: list[int | None]  # as InitialWeights.sizes
-    tensors: dict[str, Tensor]  # on rank zero at the first start, until they are loaded
+    config: Config  # the configuration of the run, with the model sizes of the weights
+    state: dict[str, Any]  # argument for Task.extend
+    sizes: list[int | None]  # vocabulary size and context length, as in InitialWeights.sizes
+    # The weights on rank zero, at the first start of the run, until `load_into` has loaded them.
+    tensors: dict[str, Tensor]
 
     def check(self, build_model: Callable[[], nn.Module], shape: tuple[int, Any]) -> None:
-        """Refuse weights that the model cannot take.
+        """Refuse weights that do not fit the model.
 
         Args:
-            shape: As Task.shape.
+            build_model: Builds the model. It is called on the meta device, unless the model is the
+                user's own.
+            shape: Sizes of the model's outputs and inputs, as in Task.shape.
 
         Raises:
-            SnapshotError: As `_check_fit`.
+            SnapshotError: The weights do not fit the model, or a value is not finite.
         """
-        if not self.tensors:  # a resume, or random weights
+        if not self.tensors:  # the run resumes, or starts from random weights
             return
-        # A user's model may not know the meta device.
+        # A user's model may not work on the meta device.
         is_own = is_own_model(self.config.model)
         with contextlib.nullcontext() if is_own else torch.device("meta"):
             model = build_model()
         _check_fit(model, self.tensors, {*zip(self.sizes, shape, strict=True)})
 
     def load_into(self, group: ProcessGroup, model: nn.Module) -> None:
-        """Give the weights, if any, to a new model on every rank. A collective."""
+        """Copy the weights, if there are any, into a new model on every rank. A collective."""
         if self.config.run.init_from is None:
             return
         _copy_into(model, group.broadcast_tensors(self.tensors or None))
-        log.info("the weights are those of run.init_from=%s", self.config.run.init_from)
+        log.info("starting from the weights of run.init_from=%s", self.config.run.init_from)
         self.tensors.clear()
 
 
 def warm_start(
-    config: Config, recorded: Any, typed: Container[str], group: ProcessGroup
+    config: Config, recorded: Any, command_line_keys: Container[str], group: ProcessGroup
 ) -> WarmStart:
-    """Find what the run starts from, if not from random weights. A collective.
+    """Find the weights that run.init_from names, and adapt the configuration to them. A collective.
+
+    Without run.init_from, the run starts from random weights, and the configuration is unchanged.
 
     Args:
-        recorded: The state of the snapshot that the run resumes from. None if there is none.
-        typed: Keys from the command line. The weights determine all other sizes.
+        recorded: The state of the snapshot that the run resumes from. None at its first start.
+        command_line_keys: Keys that were set on the command line. They must agree with the
+            weights. All other keys take the values that the weights determine.
 
     Raises:
         SnapshotError: The weights cannot be used, or the run has started from other weights.
-        ConfigError: A size on the command line differs from the size in the weights.
+        ConfigError: A size from the command line differs from the size of the weights.
     """
     url = config.run.init_from
     if url is None:
@@ -87,82 +93,101 @@ def warm_start(
 
     def find() -> dict[str, Any]:
         if recorded is not None:
-            described = _described(weights_of_state(recorded), _recorded_sha256(url, recorded))
-            if "text" in recorded:  # which the run goes on with
-                described["state"]["text"] = recorded["text"]
-            return described
+            sha256 = _recorded_sha256(url, recorded)
+            description = _describe_weights(weights_of_state(recorded), sha256)
+            if "text" in recorded:  # the run continues with the text that it recorded
+                description["state"]["text"] = recorded["text"]
+            return description
         weights = read_initial_weights(url)
         tensors.update(weights.tensors)
-        return _described(weights, weights.sha256())
+        return _describe_weights(weights, weights.sha256())
 
     description = group.run_on_rank_zero(find)
-    config = _with_sizes(config, description, typed)
+    config = _with_sizes(config, description, command_line_keys)
     if recorded is None:
-        _check_typed_data(config, description["data"])
+        _check_data_keys(config, description["data"])
     return WarmStart(config, description["state"], description["sizes"], tensors)
 
 
-def _described(weights: InitialWeights, sha256: Any) -> dict[str, Any]:
-    """Return the weights' description as JSON values, without tensors."""
+def _describe_weights(weights: InitialWeights, sha256: Any) -> dict[str, Any]:
+    """Return all fields of the weights but the tensors, and their SHA-256, as JSON values."""
     return {**asdict(replace(weights, tensors={})), "sha256": sha256}
 
 
 def _recorded_sha256(url: str, recorded: Any) -> Any:
-    """Return the SHA-256 of the weights that a run has started from.
+    """Return the SHA-256 of the weights from which a run has started.
 
     Args:
-        recorded: The state of the run's snapshot.
+        url: The configured run.init_from. It may have changed since, but only to a copy of the same
+            weights.
+        recorded: The state in a snapshot of the run.
 
     Raises:
-        SnapshotError: The URL has other weights.
+        SnapshotError: The weights at the URL are not the weights from which the run has started.
     """
     before = recorded["config"]["run"]
     sha256 = before.get("init_sha256")
     if before.get("init_from") != url and read_initial_weights(url).sha256() != sha256:
         raise SnapshotError(
-            f"the run has not started from run.init_from={url}; choose another run.name"
+            f"the run did not start from run.init_from={url}, but from other weights; choose "
+            "another run.name"
         )
     return sha256
 
 
-def _with_sizes(config: Config, description: dict[str, Any], typed: Container[str]) -> Config:
-    """Return the configuration with the sizes of the weights and their SHA-256.
+def _with_sizes(
+    config: Config, description: dict[str, Any], command_line_keys: Container[str]
+) -> Config:
+    """Return the configuration of the run with the sizes and the SHA-256 of the weights.
 
-    The run keeps its name.
+    The run keeps the name that it has without them.
+
+    Raises:
+        ConfigError: A key from the command line, or run.init_sha256, differs from the weights.
     """
     run = config.run
     configured = config.to_dict()["model"]
     if run.init_sha256 not in (None, description["sha256"]):
         raise ConfigError(
             f"run.init_from={run.init_from} has SHA-256 {description['sha256']}, not "
-            f"run.init_sha256={run.init_sha256}; set that to null to use it"
+            f"run.init_sha256={run.init_sha256}; set run.init_sha256=null to use it nevertheless"
         )
-    code = configured.get("code")  # never taken from the source of the weights
+    # The user names the code that runs. It is never taken from untrusted weights.
+    code = configured.get("code")
     known = without_unknown({"model": {**description["model"], "code": code}})
     model = asdict(build_group("model", known["model"]))
-    chosen = {key for key in configured if "model" in typed or f"model.{key}" in typed}
+    chosen = {
+        key
+        for key in configured
+        if "model" in command_line_keys or f"model.{key}" in command_line_keys
+    }
     for key in sorted(chosen):
         if key in FREE_KEYS:
             model[key] = configured[key]
         elif configured[key] != model.get(key):
-            raise _differs(f"model.{key}", configured[key], model.get(key), run.init_from)
+            raise _conflict(f"model.{key}", configured[key], model.get(key), run.init_from)
     config = replace(
         config, run=replace(run, name=run_name(config), init_sha256=description["sha256"])
     )
     config = replace(config, model=build_group("model", model))
     if isinstance(config.data, DataConfig):
-        not_typed = {
-            k: value for k, value in description["data"].items() if f"data.{k}" not in typed
+        taken_over = {
+            key: value
+            for key, value in description["data"].items()
+            if f"data.{key}" not in command_line_keys
         }
-        config = replace(config, data=replace(config.data, **not_typed))
+        config = replace(config, data=replace(config.data, **taken_over))
     return config
 
 
-def _check_typed_data(config: Config, data: dict[str, Any]) -> None:
-    """Refuse keys of `data` that differ from the weights, except for a shorter context.
+def _check_data_keys(config: Config, data: dict[str, Any]) -> None:
+    """Refuse keys of the group `data` that differ from the weights. A shorter context may.
 
     Args:
-        data: Keys of the group `data` that the weights determine.
+        data: The keys of the group `data` that the weights determine, with their values.
+
+    Raises:
+        ConfigError: A key differs.
     """
     if not isinstance(config.data, DataConfig):
         return
@@ -172,16 +197,17 @@ def _check_typed_data(config: Config, data: dict[str, Any]) -> None:
         if key == "block_size":
             if configured > value:
                 raise ConfigError(
-                    f"data.block_size={configured} is more than the {value} of the weights of "
+                    f"data.block_size={configured} is more than {value}, the context length of "
                     f"run.init_from={url}; lower it, or leave it out"
                 )
         elif configured != value:
-            raise _differs(f"data.{key}", configured, value, url)
+            raise _conflict(f"data.{key}", configured, value, url)
 
 
-def _differs(key: str, value: Any, other: Any, url: str | None) -> ConfigError:
+def _conflict(key: str, value: Any, other: Any, url: str | None) -> ConfigError:
+    """Return the error for a key whose value differs from the value in the weights."""
     return ConfigError(
-        f"{key}={value} is {other} in the weights of run.init_from={url}; leave {key} out"
+        f"{key}={value} differs from run.init_from={url}, where it is {other}; leave {key} out"
     )
 
 
@@ -190,20 +216,21 @@ def _check_fit(model: nn.Module, tensors: dict[str, Any], resized: set[tuple[Any
 
     Args:
         model: The model. It may be on the meta device.
-        resized: Pairs of numbers of rows, of the weights and of the model, that may differ.
+        resized: Allowed differences: pairs of a number of rows in the weights and a number of rows
+            in the model, such as the two vocabulary sizes.
 
     Raises:
-        SnapshotError: Names, other shapes or types of numbers differ, or a value is not finite.
+        SnapshotError: The names, the types or other shapes differ, or a value is not finite.
     """
     expected = model.state_dict()
     wrong = sorted(expected.keys() ^ tensors.keys())
     for name in sorted(expected.keys() & tensors.keys()):
         tensor = tensors[name]
-        theirs = tuple(tensor.shape)
-        shape = tuple(expected[name].shape)
-        may_differ = theirs[1:] == shape[1:] and (*theirs[:1], *shape[:1]) in resized
-        if theirs != shape and not may_differ:
-            wrong.append(f"{name} {theirs} for {shape}")
+        shape = tuple(tensor.shape)
+        model_shape = tuple(expected[name].shape)
+        may_differ = shape[1:] == model_shape[1:] and (*shape[:1], *model_shape[:1]) in resized
+        if shape != model_shape and not may_differ:
+            wrong.append(f"{name} {shape} for {model_shape}")
         elif tensor.is_floating_point() != expected[name].is_floating_point():
             kind = str(tensor.dtype).removeprefix("torch.")
             wrong.append(f"{name} in {kind}")
@@ -221,10 +248,10 @@ def _check_fit(model: nn.Module, tensors: dict[str, Any], resized: set[tuple[Any
 
 @torch.no_grad()
 def _copy_into(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Copy weights that have been checked into a model.
+    """Copy weights that `_check_fit` has accepted into a model.
 
-    The model keeps its own rows for added tokens. Weights for positions beyond its context are
-    dropped.
+    If the model has more rows, for added tokens, it keeps its own values in these rows. If the
+    weights have more rows, for positions beyond the context of the model, these are not copied.
     """
     for name, tensor in model.state_dict().items():
         loaded = tensors[name]

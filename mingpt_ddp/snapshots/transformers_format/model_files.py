@@ -1,7 +1,7 @@
-"""Convert the configuration and weights of a model to those of transformers, and back.
+"""Convert the configuration and weights of a model to the format of transformers, and back.
 
-The architecture `gpt` becomes a GPT-2. Its linear layers hold their weights transposed, and always
-have biases.
+A model of architecture `gpt` becomes a GPT-2. In a GPT-2, the weights of linear layers are
+transposed, and every linear layer and norm has a bias.
 """
 
 import re
@@ -13,7 +13,9 @@ from torch import Tensor
 from mingpt_ddp.models.gpt import GPT
 from mingpt_ddp.models.modern import Modern
 
-MODELING = Path(__file__).with_name("modeling_modern.py")  # part of each export of modern
+# This file is copied into every export of a model of architecture modern.
+MODELING_FILE = Path(__file__).with_name("modeling_modern.py")
+# Name of a module in our gpt -> its name in GPT-2.
 GPT2_NAMES = {
     "token_embedding": "wte",
     "position_embedding": "wpe",
@@ -25,14 +27,16 @@ GPT2_NAMES = {
     "up": "mlp.c_fc",
     "down": "mlp.c_proj",
 }
-NAMES = {theirs: ours for ours, theirs in GPT2_NAMES.items()}
-LINEAR = ("attn.", "mlp.")
+OUR_NAMES = {theirs: ours for ours, theirs in GPT2_NAMES.items()}
+LINEAR_PREFIXES = ("attn.", "mlp.")  # GPT-2 stores the weights of these layers transposed
+# Name of an activation in transformers -> our name.
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 TENSOR_NAME = re.compile(r"(h\.(?P<block>\d+)\.)?(?P<module>[\w.]+)\.(?P<kind>weight|bias)")
-SIZES = ("n_embd", "n_layer", "n_head")
-DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
-# Values in a config.json that models/gpt.py can compute. The first one is the default.
-ALLOWED = {
+SIZE_KEYS = ("n_embd", "n_layer", "n_head")
+DROPOUT_KEYS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
+# The values in a GPT-2's config.json with which models/gpt.py computes the same function. The first
+# value of each key is the default in transformers.
+SUPPORTED_VALUES = {
     "model_type": ("gpt2",),
     "layer_norm_epsilon": (1e-5,),
     "scale_attn_weights": (True,),
@@ -44,23 +48,26 @@ ALLOWED = {
 
 
 def gpt2_values(model: GPT) -> dict[str, Any]:
-    """Return the values of a GPT-2's config.json."""
+    """Return the values of config.json for a model of architecture gpt, as a GPT-2."""
     config = model.config
     names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
     return {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
         "n_positions": model.block_size,
-        **{key: getattr(config, key) for key in SIZES},
+        **{key: getattr(config, key) for key in SIZE_KEYS},
         "activation_function": names[config.activation],
-        **dict.fromkeys(DROPOUTS, config.dropout),
+        **dict.fromkeys(DROPOUT_KEYS, config.dropout),
     }
 
 
 def modern_values(model: Modern) -> dict[str, Any]:
-    """Return the values of config.json for architecture modern. MODELING has its classes."""
+    """Return the values of config.json for a model of architecture modern.
+
+    `auto_map` names its classes, which are in MODELING_FILE.
+    """
     config = model.config
-    code = MODELING.stem
+    code = MODELING_FILE.stem
     return {
         "model_type": "mingpt_modern",
         "architectures": ["ModernForCausalLM"],
@@ -69,7 +76,7 @@ def modern_values(model: Modern) -> dict[str, Any]:
             "AutoModelForCausalLM": f"{code}.ModernForCausalLM",
         },
         "block_size": model.block_size,
-        **{key: getattr(config, key) for key in SIZES},
+        **{key: getattr(config, key) for key in SIZE_KEYS},
         "dropout": config.dropout,
         "ngram_rows": config.ngram_rows,
         "tie_word_embeddings": False,
@@ -77,7 +84,7 @@ def modern_values(model: Modern) -> dict[str, Any]:
 
 
 def gpt2_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return our weights by GPT-2's names."""
+    """Convert the weights of a model of architecture gpt to the names and shapes of a GPT-2."""
     by_their_name: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         prefix = "transformer."
@@ -88,70 +95,80 @@ def gpt2_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         module = GPT2_NAMES[part]
         if kind == "weight" and module not in ("wte", "wpe"):
             by_their_name.setdefault(f"{prefix}{module}.bias", tensor.new_zeros(len(tensor)))
-        if kind == "weight" and module.startswith(LINEAR):
+        if kind == "weight" and module.startswith(LINEAR_PREFIXES):
             tensor = tensor.T.contiguous()
         by_their_name[f"{prefix}{module}.{kind}"] = tensor
     return by_their_name
 
 
 def model_values(config: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, int]]:
-    """Return the group `model`, and the vocabulary size and context length, of a config.json.
+    """Convert the values of an untrusted config.json to our configuration of the model.
+
+    Returns:
+        The values of the group `model`, and a pair of the vocabulary size and the context length.
 
     Raises:
-        ValueError: Architecture gpt cannot compute this model.
+        ValueError: No model of architecture gpt computes the same function as the model in
+            config.json.
     """
     if config["model_type"] == "mingpt_modern":
         model = {"name": "modern", "architecture": "modern", "dropout": config["dropout"]}
-        model |= {key: config[key] for key in SIZES}
+        model |= {key: config[key] for key in SIZE_KEYS}
         model["ngram_rows"] = config.get("ngram_rows", 0)
         return model, (config["vocab_size"], config["block_size"])
-    for key, values in ALLOWED.items():
+    for key, values in SUPPORTED_VALUES.items():
         value = config.get(key, values[0])
         if value not in values:
             known = " or ".join(map(str, dict.fromkeys(values)))
-            raise ValueError(f"{key} is {str(value)[:100]}, not {known}")
+            raise ValueError(f"{key} is {str(value)[:100]}, but must be {known}")
     width = config["n_embd"]
     if config.get("n_inner") not in (None, 4 * width):
-        raise ValueError(f"n_inner is {str(config['n_inner'])[:100]}, not 4 n_embd = {4 * width}")
+        raise ValueError(
+            f"n_inner is {str(config['n_inner'])[:100]}, but must be 4 n_embd = {4 * width}"
+        )
     model = {
         "name": "gpt2",
         "architecture": "gpt",
         "bias": True,
         "dropout": config.get("resid_pdrop", 0.1),
     }
-    model |= {key: config[key] for key in SIZES}
+    model |= {key: config[key] for key in SIZE_KEYS}
     model["activation"] = ACTIVATIONS[config.get("activation_function", "gelu_new")]
     return model, (config["vocab_size"], config.get("n_positions", 1024))
 
 
 def our_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return GPT-2's weights by our names.
+    """Convert the weights of a GPT-2 to the names and shapes of architecture gpt.
+
+    Return the weights of a model of architecture modern as they are.
 
     Raises:
-        ValueError: GPT-2 has no tensor of a name, or the head is not the embedding.
+        ValueError: A tensor does not belong to a GPT-2, or the head has other weights than the
+            embedding.
     """
     if "head.weight" in tensors:  # architecture modern
         return tensors
     by_our_name = {}
-    for full, tensor in tensors.items():
-        name = full.removeprefix("transformer.")
+    for full_name, tensor in tensors.items():
+        name = full_name.removeprefix("transformer.")
         if re.fullmatch(r"h\.\d+\.attn\.(bias|masked_bias)", name):  # the causal mask
             continue
         if name == "lm_head.weight":
             embedding = tensors.get("transformer.wte.weight", tensors.get("wte.weight", tensor))
             if not tensor.equal(embedding):
                 raise ValueError(
-                    "lm_head.weight differs from wte.weight; gpt has one matrix for both"
+                    "lm_head.weight differs from wte.weight, but the architecture gpt uses one "
+                    "matrix for both"
                 )
             continue
         match = TENSOR_NAME.fullmatch(name)
-        if match is None or match["module"] not in NAMES:
-            raise ValueError(f"{full[:100]} is not a tensor of GPT-2")
+        if match is None or match["module"] not in OUR_NAMES:
+            raise ValueError(f"{full_name[:100]} is not a tensor of GPT-2")
         if not tensor.is_floating_point():
-            raise ValueError(f"{full[:100]} has whole numbers, not weights")
+            raise ValueError(f"{full_name[:100]} has whole numbers, not weights")
         block, module, kind = match.group("block", "module", "kind")
         prefix = "" if block is None else f"blocks.{block}."
-        if kind == "weight" and module.startswith(LINEAR):
+        if kind == "weight" and module.startswith(LINEAR_PREFIXES):
             tensor = tensor.T
-        by_our_name[f"{prefix}{NAMES[module]}.{kind}"] = tensor.float()
+        by_our_name[f"{prefix}{OUR_NAMES[module]}.{kind}"] = tensor.float()
     return by_our_name

@@ -1,10 +1,13 @@
-"""The architecture `modern` of mingpt_ddp for transformers.
+"""The architecture `modern` of mingpt_ddp, for the transformers library.
 
-An export copies this file, which imports nothing of ours.
+mingpt_ddp copies this file into every export of such a model. It needs only torch and transformers,
+not mingpt_ddp.
 
-Shapes: B sequences, T tokens, S >= T tokens with those in the cache, C = n_embd, H = n_head heads
-of D = C / H. A sequence may have padding at either end: no token sees it, and positions count
-without it.
+Shapes: B is the number of sequences, T the number of new tokens, and S >= T the number of cached
+and new tokens. C is n_embd, H is n_head, and D = C / H is the size of a head.
+
+A sequence may have padding at either end. No token attends to padding, and padding does not count
+in the positions.
 """
 
 import math
@@ -16,17 +19,19 @@ from torch.nn import functional as F
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-# Where an output has the cache, and `generate` passes it: "cache" from transformers 5.24 on.
+# Name of the cache in the output of the model, and in the arguments that `generate` passes to it.
+# Up to transformers 5.23 it is past_key_values, since then it is cache.
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past_key_values"
 
 
 class Cache:
-    """Keys and values of every block and the last inputs of every smear, by name.
+    """The decoding state of the model after the tokens so far.
 
-    A smear keeps its newest input alone, so that the cache cannot go back to fewer tokens.
+    It holds the keys and values of every block, and the newest inputs of the smears and the n-gram
+    embedding. It cannot be cropped to fewer tokens, because older inputs are not kept.
     """
 
-    # transformers 5 asks for these.
+    # transformers 5 reads these attributes.
     is_croppable = False
     is_compileable = False
     is_linear = (False,)
@@ -34,26 +39,29 @@ class Cache:
     def __init__(self, skipped: Tensor | int = 0) -> None:
         """
         Args:
-            skipped: (B,) tokens at the start of each text that the model no longer sees.
+            skipped: (B,) number of tokens at the start of each text that the model no longer sees.
         """
         self.skipped = skipped
-        self.tensors: dict[str, Tensor] = {}
-        self.mask: Tensor | None = None  # (B, S) true where a token is not padding
+        self.tensors: dict[str, Tensor] = {}  # cached tensors, by names such as "0.keys"
+        self.mask: Tensor | None = None  # (B, S), False for padding
 
     def extend(self, name: str, x: Tensor) -> Tensor:
-        """Cache x (..., T, D) after what is there, and return both as (..., S, D)."""
+        """Append x (..., T, D) to the cached tensor of this name. Return the result (..., S, D)."""
         if name in self.tensors:
             x = torch.cat([self.tensors[name], x], dim=-2)
         self.tensors[name] = x
         return x
 
-    def add_last(self, name: str, x: Tensor, count: int) -> Tensor:
-        """Return x (B, T, D) after the `count` vectors before it, zeros before the text.
+    def prepend_last(self, name: str, x: Tensor, count: int) -> Tensor:
+        """Put the `count` vectors before x in front of it, and cache the last ones for next time.
 
-        The last of them are cached.
+        At the start of a text, the vectors in front of x are zeros.
+
+        Args:
+            x: (B, T, D) vectors of the new tokens.
 
         Returns:
-            (B, count + T, D)
+            The vectors of the `count` tokens before x, and x: (B, count + T, D).
         """
         last = self.tensors.get(name)
         if last is None:
@@ -63,10 +71,11 @@ class Cache:
         return x
 
     def extend_mask(self, mask: Tensor | None, tokens: Tensor) -> Tensor:
-        """Return the mask of cached and new tokens: the caller's, or else all new ones count.
+        """Return the mask of the cached and new tokens (B, S), and keep it.
 
         Args:
-            tokens: (B, T) the new ones.
+            mask: (B, S) the caller's mask. If None, no new token is padding.
+            tokens: (B, T) ids of the new tokens.
         """
         if mask is None:
             new = torch.ones_like(tokens, dtype=torch.bool)
@@ -79,7 +88,11 @@ class Cache:
         return 0 if self.mask is None else self.mask.shape[1]
 
     def reorder_cache(self, rows: Tensor) -> None:
-        """Select the sequences that beam search continues."""
+        """Select the sequences that beam search continues.
+
+        Args:
+            rows: Indices of the sequences in the batch.
+        """
         self.tensors = {name: x.index_select(0, rows) for name, x in self.tensors.items()}
         if self.mask is not None:
             self.mask = self.mask.index_select(0, rows)
@@ -87,8 +100,11 @@ class Cache:
             self.skipped = self.skipped.index_select(0, rows)
 
 
-def our_cache(*caches: Any) -> Cache | None:
-    """Return the one that a step before has filled: `generate` begins with one of transformers."""
+def find_our_cache(*caches: Any) -> Cache | None:
+    """Return the first cache of our class, or None if there is none.
+
+    `generate` passes a cache of transformers to the first step. It is empty, and we ignore it.
+    """
     for cache in caches:
         if isinstance(cache, Cache):
             return cache
@@ -96,15 +112,19 @@ def our_cache(*caches: Any) -> Cache | None:
 
 
 class View(NamedTuple):
-    """What the new tokens are and see."""
+    """The positions of the new tokens, and the tokens that each of them attends to."""
 
     positions: Tensor  # (B, T)
-    is_token: Tensor  # (B, T, 1): 0 for padding, else 1
-    visible: Tensor  # (B, 1, T, S)
+    is_token: Tensor  # (B, T, 1), False for padding
+    visible: Tensor  # (B, 1, T, S), True if the new token attends to the other token
 
 
 class ModernConfig(PretrainedConfig):
-    """vocab_size, block_size (context length), n_layer, n_head, n_embd, dropout, ngram_rows."""
+    """The configuration of a model.
+
+    Its keys are vocab_size, block_size (the context length), n_layer, n_head, n_embd, dropout and
+    ngram_rows (the rows of the n-gram table, 0 for none).
+    """
 
     model_type = "mingpt_modern"
     attribute_map: ClassVar[dict[str, str]] = {
@@ -122,10 +142,11 @@ def rms_norm(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotate each pair of elements (i, i + D / 2) of x (B, H, T, D) by the angle of its position.
+    """Rotate each pair of elements (i, i + D / 2) by an angle that grows with the position.
 
     Args:
-        positions: (B, T).
+        x: (B, H, T, D) queries or keys.
+        positions: (B, T) positions of the tokens.
     """
     D = x.shape[-1]
     frequencies = 10_000.0 ** (-2 * torch.arange(D // 2, device=x.device) / D)
@@ -137,32 +158,39 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 
 
 class Smear(nn.Module):
-    """Add a learned fraction of the previous token's vector to each token's, per channel."""
+    """Add a learned fraction of the previous token's vector to the vector of each token.
+
+    Each channel has its own fraction.
+    """
 
     def __init__(self, n_embd: int) -> None:
         super().__init__()
         self.share = nn.Parameter(torch.zeros(n_embd))
 
     def forward(self, x: Tensor, view: View, cache: Cache, name: str) -> Tensor:
-        known = cache.add_last(name, x * view.is_token.to(x.dtype), 1)  # (B, 1 + T, C)
-        return x + self.share * known[:, :-1]
+        # (B, 1 + T, C)
+        vectors = cache.prepend_last(name, x * view.is_token.to(x.dtype), 1)
+        return x + self.share * vectors[:, :-1]
 
 
 class NGramEmbedding(nn.Module):
-    """A vector of C / 4 for each of the 2, 3, 4 and 5 newest tokens, by a hash of their ids."""
+    """Look up a vector for the newest 2, 3, 4 and 5 tokens at each position, and join the vectors.
+
+    A hash of the tokens' ids selects the row of the table. Each vector has C / 4 elements.
+    """
 
     def __init__(self, rows: int, n_embd: int) -> None:
         super().__init__()
         self.table = nn.Embedding(rows, n_embd // 4)
 
     def forward(self, tokens: Tensor, view: View, cache: Cache) -> Tensor:
-        ids = (tokens + 1)[..., None] * view.is_token  # 0 is before the text
-        known = cache.add_last("ngrams", ids, 4)[..., 0]  # (B, 4 + T)
+        new_ids = (tokens + 1)[..., None] * view.is_token  # 0 stands for padding
+        ids = cache.prepend_last("ngrams", new_ids, 4)[..., 0]  # (B, 4 + T), 0 before the text
         T = tokens.shape[1]
-        hashed = known[:, 4:]
+        hashed = ids[:, 4:]
         rows = []
         for n in (2, 3, 4, 5):
-            hashed = (hashed * 1_103_515_245 + known[:, 5 - n : 5 - n + T]) % ((1 << 31) - 1)
+            hashed = (hashed * 1_103_515_245 + ids[:, 5 - n : 5 - n + T]) % ((1 << 31) - 1)
             rows.append(hashed % self.table.num_embeddings)
         return self.table(torch.stack(rows, dim=-1)).flatten(2)
 
@@ -170,7 +198,7 @@ class NGramEmbedding(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and normalized queries and keys.
 
-    The first block's values are added to those of the others.
+    Each block adds the values of the first block, `v1`, to its own values.
     """
 
     def __init__(self, config: ModernConfig) -> None:
@@ -185,13 +213,13 @@ class Attention(nn.Module):
         self, x: Tensor, v1: Tensor | None, view: View, cache: Cache, name: str
     ) -> tuple[Tensor, Tensor]:
         B, T, C = x.shape
-        # each (B, H, T, D)
+        # q, k and v are (B, H, T, D).
         q, k, v = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)
         q = rotate(rms_norm(q), view.positions)
         k = rotate(rms_norm(k), view.positions)
         v1 = v if v1 is None else v1
         v = v + self.value_mix.view(self.n_head, 1, -1) * v1
-        # (B, H, S, D)
+        # Now k and v are (B, H, S, D).
         k = cache.extend(f"{name}.keys", k)
         v = cache.extend(f"{name}.values", v)
         dropout = self.dropout if self.training else 0.0
@@ -200,7 +228,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP four times as wide; each adds to the residual stream."""
+    """Attention, then an MLP that is four times as wide. Both add to the residual stream."""
 
     def __init__(self, config: ModernConfig) -> None:
         super().__init__()
@@ -225,15 +253,20 @@ class Block(nn.Module):
 
 
 class ModernForCausalLM(PreTrainedModel, GenerationMixin):
-    """Token ids in, logits out; `generate` moves the window on when the context is full."""
+    """The language model: it takes token ids and returns logits.
+
+    `generate` can write more tokens than the context length. Whenever the context is full, it goes
+    on with the newer half of it.
+    """
 
     config_class = ModernConfig
-    _is_stateful = True  # `generate` refuses drafts, of which it may take a part
+    # Tells `generate` to refuse speculative decoding, which would have to crop the cache.
+    _is_stateful = True
 
     def __init__(self, config: ModernConfig) -> None:
         super().__init__(config)
         self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
-        rows = getattr(config, "ngram_rows", 0)  # older exports have none
+        rows = getattr(config, "ngram_rows", 0)  # older exports do not have this key
         self.ngrams = NGramEmbedding(rows, config.n_embd) if rows else None
         self.smear = Smear(config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -254,27 +287,36 @@ class ModernForCausalLM(PreTrainedModel, GenerationMixin):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """
+        """Compute the logits of the next token at each position, and the loss if there are labels.
+
         Args:
-            input_ids: (B, T) the tokens after those in the cache.
-            attention_mask: (B, S) 0 for padding, else 1; by default there is none.
-            position_ids: (B, T), by default counted without padding.
-            past_key_values, cache: either name is taken.
-            labels: (B, T) the same tokens, for the loss; -100 is not counted.
+            input_ids: (B, T) ids of the new tokens, which follow the tokens in the cache.
+            attention_mask: (B, S) 0 for padding, 1 for other tokens. By default, there is no
+                padding.
+            position_ids: (B, T) positions of the new tokens. By default, they are counted without
+                padding.
+            past_key_values: The cache under the name that older versions of transformers use.
+            labels: (B, T) usually the same ids as input_ids: the loss compares the logits at each
+                position with the next label. A label of -100 does not count.
+            use_cache: Return the cache with the output.
+            cache: The cache that an earlier call returned.
         """
-        cache = our_cache(cache, past_key_values) or Cache()
+        cache = find_our_cache(cache, past_key_values) or Cache()
         T = input_ids.shape[1]
         mask = cache.extend_mask(attention_mask, input_ids)
-        # A graph of torch.export or torch.compile has no branch on a value.
+        # torch.export and torch.compile cannot trace a branch that depends on a value in a tensor.
+        # They check the length with padding instead.
         is_traced = torch.compiler.is_compiling()
         longest = mask.shape[1] if is_traced else mask.sum(-1).max()
         if longest > self.config.block_size:
-            raise ValueError(f"more tokens than the context length of {self.config.block_size}")
+            raise ValueError(
+                f"there are more tokens than the context length, {self.config.block_size}"
+            )
         if position_ids is None:
             position_ids = (mask.cumsum(-1) - 1).clamp_min(0)[:, -T:]
         column = torch.arange(mask.shape[1], device=mask.device)
         row = column[-T:, None]
-        # Padding sees itself, for a softmax over nothing is not a number.
+        # Padding attends to itself: a softmax over no tokens at all would give NaN.
         visible = mask[:, None, None] & (column < row) | (column == row)
         view = View(position_ids, mask[:, -T:, None], visible)
         x = self.token_embedding(input_ids)
@@ -288,8 +330,8 @@ class ModernForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-        kept = {CACHE: cache} if use_cache else {}
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **kept)
+        cache_output = {CACHE: cache} if use_cache else {}
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **cache_output)
 
     def prepare_inputs_for_generation(
         self,
@@ -300,20 +342,22 @@ class ModernForCausalLM(PreTrainedModel, GenerationMixin):
         cache: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Give the model the newest token, or the newer half of a context that is full.
+        """Return the inputs of the model for the next step of `generate`.
 
-        It reads a text again that has grown by more than a token since it was cached.
+        If only one token is new, the model reads this token. If the context of a text is full, the
+        model reads the newer half of it again. If a text has grown by more than one token since it
+        was cached, the model reads the whole text again.
         """
         size = self.config.block_size
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        lengths = mask.sum(-1)  # (B,)
-        cache = our_cache(cache, past_key_values)
+        lengths = mask.sum(-1)  # (B,) numbers of tokens without padding
+        cache = find_our_cache(cache, past_key_values)
         if cache is None:
             cache = Cache((lengths - size).clamp_min(0))
         is_full = lengths - cache.skipped > size
         if is_full.any():
             cache = Cache(torch.where(is_full, lengths - max(1, size // 2), cache.skipped))
-        seen = lengths - cache.skipped
+        seen = lengths - cache.skipped  # (B,) numbers of tokens that the model sees
         width = int(seen.max())
         if 0 < cache.get_seq_length() == width - 1:
             newest = input_ids[:, -1:]
@@ -329,7 +373,11 @@ class ModernForCausalLM(PreTrainedModel, GenerationMixin):
         }
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Do as transformers does, but refuse to draft for another model, which may take a part."""
+        """Generate tokens as transformers does, but refuse to be the assistant of another model.
+
+        An assistant drafts several tokens. If the other model accepts only some of them, the cache
+        of the assistant must be cropped, which is not possible here.
+        """
         if getattr(kwargs.get("generation_config"), "is_assistant", False):
             raise ValueError(
                 "ModernForCausalLM cannot be an assistant_model: its cache cannot be cropped"

@@ -1,4 +1,4 @@
-"""Convert a tokenizer to files of transformers, and back."""
+"""Convert a tokenizer to the files of the transformers library, and back."""
 
 import json
 from typing import Any
@@ -15,7 +15,7 @@ from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.snapshots.format import MAX_STATE_BYTES, load_json
 from mingpt_ddp.storage.storage import Storage
 
-PADDING_BYTE = BYTE_NAMES[0xFF]  # UTF-8 never has this byte
+PADDING_BYTE = BYTE_NAMES[0xFF]  # this byte never occurs in UTF-8
 ANY_CHARACTER = r"[\s\S]"  # including line feeds
 BYTE_LEVEL: dict[str, Any] = {
     "type": "ByteLevel",
@@ -28,26 +28,28 @@ BYTE_LEVEL: dict[str, Any] = {
 def padding(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the entries of tokenizer_config.json for the token that pads texts.
 
-    The token is one of the model's, because the embedding has no row for another one. It must not
-    change any text. But transformers drops special tokens when it decodes, and without
-    split_special_tokens it encodes a special token's name in a text as that token.
+    The token must be in the vocabulary of the model, because the embedding has no row for an added
+    one. Making it the padding token must not change how texts are encoded and decoded. But
+    transformers drops special tokens when it decodes. And without split_special_tokens, it encodes
+    the name of a special token in a text as that token.
     """
     state = tokenizer.state()
     special = [*special_tokens(tokenizer)]
-    if special:  # GPT-2 has one; prefer a token that is meant for padding
+    if special:  # prefer a token whose name says that it is meant for padding
         named = [name for name in special if "pad" in name.lower()]
         is_text = {} if tokenizer.end is None else {"split_special_tokens": True}
         return {"pad_token": (named or special)[0], **is_text}
-    # tokenizer_json declares the token. The empty map keeps transformers from making it special.
+    # `tokenizer_json` declares the token. An empty added_tokens_decoder keeps transformers from
+    # making it special.
     if "vocabulary" in state:
         return {"pad_token": state["vocabulary"][-1:], "added_tokens_decoder": {}}
     return {"pad_token": PADDING_BYTE, "split_special_tokens": True}
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Return the ids of the special tokens by name.
+    """Return the ids of the special tokens, by name.
 
-    Characters and bytes have at most one, which ends a document.
+    A tokenizer of characters or bytes has at most one special token, which ends a document.
     """
     if not isinstance(tokenizer, BPETokenizer):
         return {} if tokenizer.end is None else {END_NAME: tokenizer.end}
@@ -56,10 +58,10 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> bytes:
-    """Return a tokenizer of the `tokenizers` library with the same tokens.
+    """Return a tokenizer.json, from which the `tokenizers` library builds the same tokenizer.
 
     Raises:
-        SnapshotError: The vocabulary is not text.
+        SnapshotError: The vocabulary has characters that UTF-8 cannot encode.
     """
     if isinstance(tokenizer, BPETokenizer):
         return tokenizer.json.encode()
@@ -77,7 +79,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> bytes:
         vocabulary.encode()
     except UnicodeEncodeError as error:
         raise SnapshotError(
-            "the snapshot has an invalid state: its vocabulary has half a character"
+            "the snapshot has an invalid state: its vocabulary has half a character (a surrogate)"
         ) from error
     split = {
         "type": "Split",
@@ -85,7 +87,8 @@ def tokenizer_json(tokenizer: Tokenizer) -> bytes:
         "behavior": "Isolated",
         "invert": False,
     }
-    last = {  # see `padding`
+    # Declare the last character, because `padding` makes it the padding token.
+    last = {
         "id": len(vocabulary) - 1,
         "content": vocabulary[-1:],
         "special": False,
@@ -95,7 +98,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> bytes:
     if tokenizer.end is not None:
         names.insert(tokenizer.end, END_NAME)
     ids = {name: i for i, name in enumerate(names)}
-    # No token has an empty name. An unknown character is therefore an error.
+    # No token has an empty name, so encoding an unknown character is an error.
     model = {"type": "WordLevel", "vocab": ids, "unk_token": ""}
     return _tokenizer_file(special or [last], split, {"type": "Fuse"}, model)
 
@@ -106,6 +109,7 @@ def _tokenizer_file(
     decoder: dict[str, Any],
     model: dict[str, Any],
 ) -> bytes:
+    """Encode a tokenizer.json with these sections. All other sections are null."""
     unused = ("truncation", "padding", "normalizer", "post_processor")
     return json_file(
         {
@@ -120,11 +124,15 @@ def _tokenizer_file(
 
 
 def json_file(values: dict[str, Any]) -> bytes:
+    """Encode the content of a JSON file in an export."""
     return (json.dumps(values, indent=1) + "\n").encode()
 
 
 def read_tokenizer(storage: Storage, names: list[str]) -> Tokenizer | None:
-    """Read the tokenizer of a directory. Return None if there is none.
+    """Read the tokenizer in an untrusted directory. Return None if there is none.
+
+    Args:
+        names: Names of the files in the directory.
 
     Raises:
         LookupError, TypeError, ValueError: The tokens are not characters, bytes or byte-level BPE.
@@ -146,7 +154,8 @@ def read_tokenizer(storage: Storage, names: list[str]) -> Tokenizer | None:
             "pre_tokenizer": BYTE_LEVEL,
             "decoder": BYTE_LEVEL,
         }
-        if END_NAME in vocab:  # these files do not mark special tokens
+        # vocab.json and merges.txt do not say which tokens are special.
+        if END_NAME in vocab:
             end = {"id": vocab[END_NAME], "content": END_NAME, "special": True, **EXACT}
             values["added_tokens"] = [end]
         text = json.dumps(values)
@@ -161,25 +170,29 @@ def read_tokenizer(storage: Storage, names: list[str]) -> Tokenizer | None:
 
 
 def _char_tokenizer(vocab: dict[str, Any]) -> CharTokenizer:
-    """Build the tokenizer of a vocabulary of single characters, perhaps with END_NAME.
+    """Build a tokenizer from a vocabulary of single characters, and END_NAME if it has one.
 
     Args:
-        vocab: Ids by token.
+        vocab: The id of each token.
     """
     character_of = {i: END if name == END_NAME else name for name, i in vocab.items()}
     has_words = any(len(character) != 1 for character in character_of.values())
     if has_words or character_of.keys() != {*range(len(vocab))}:
-        raise ValueError("tokenizer.json has words; characters, bytes and byte-level BPE are known")
+        raise ValueError(
+            "the tokens in tokenizer.json are words; only characters, bytes and byte-level BPE are "
+            "supported"
+        )
     return CharTokenizer("".join(character_of[i] for i in range(len(vocab))))
 
 
 def _without_padding(text: str, values: dict[str, Any]) -> str:
-    """Return a tokenizer.json without the added token for padding.
+    """Remove the padding token from the added tokens of a tokenizer.json. Return its text.
 
-    transformers adds this token when it saves an export again, although it is a byte's token.
+    When transformers saves an export again, it adds this token, although it is the token of a byte.
 
     Args:
-        values: The parsed text.
+        text: The content of tokenizer.json.
+        values: The parsed content.
     """
     added = values.get("added_tokens") or []
     if not added:

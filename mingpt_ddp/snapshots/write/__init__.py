@@ -1,1 +1,1 @@
-"""Write a snapshot on a thread of every rank, and delete old ones; store.py commits it."""
+"""Write and commit snapshots on a thread of every rank, and delete old snapshots."""

@@ -1,7 +1,8 @@
 """Write one snapshot on a thread of every rank, while training continues.
 
-Training waits only for staging in host memory, and only before the next update of the weights:
-Mohan et al. 2021, "CheckFreq: Frequent, Fine-Grained DNN Checkpointing" (USENIX FAST).
+The tensors are first staged: copied to host memory. Training waits only for staging, and only
+before the next update of the weights. The method is from Mohan et al. 2021, "CheckFreq: Frequent,
+Fine-Grained DNN Checkpointing" (USENIX FAST).
 """
 
 import contextlib
@@ -27,22 +28,23 @@ from mingpt_ddp.snapshots.write.store import SnapshotStore
 
 log = logging.getLogger(__name__)
 
-FileContents = dict[str, dict[str, Tensor] | bytes]  # by file name: tensors by name, or the content
+# By file name: the tensors of a safetensors file by their names, or the bytes of another file.
+FileContents = dict[str, dict[str, Tensor] | bytes]
 
 
 @dataclass(frozen=True)
 class Capture:
-    """The files that this rank saves after a step."""
+    """The files that this rank writes for the snapshot of a step."""
 
     step: int
     files: FileContents  # the tensors may change as soon as they are staged
-    settings: str = ""  # digest of all settings that change the bits of the step, for the ledger
+    settings: str = ""  # digest of the settings that change the bits of a step, for the ledger
 
 
 class AsyncSave(threading.Thread):
-    """Stage, write and commit.
+    """A thread that stages, writes and commits one snapshot.
 
-    Every rank runs this thread for the same step. An error on one rank is raised on all.
+    Every rank runs this thread for the same step. An error on one rank is raised on all ranks.
     """
 
     def __init__(
@@ -56,9 +58,10 @@ class AsyncSave(threading.Thread):
     ) -> None:
         """
         Args:
-            buffers: Staging buffers by file name, reused by every snapshot.
-            apply_retention: Called on rank zero after the commit. It must not raise an exception.
-            ledger: Rank zero adds the hashes of the snapshot before the commit.
+            buffers: Staging buffers by file name. Every snapshot of the run uses them again.
+            apply_retention: Called on rank zero after the commit, to delete old snapshots. Must not
+                raise an exception.
+            ledger: Records the hashes of the snapshot, on rank zero, just before the commit.
         """
         super().__init__(name=f"snapshot of step {capture.step}", daemon=True)
         self.runtime = runtime
@@ -69,13 +72,15 @@ class AsyncSave(threading.Thread):
         self.apply_retention = apply_retention
         self.ledger = ledger
         self._contents: dict[str, memoryview | bytes] = {}  # staged content of this rank's files
-        self._hashes: HashByKind = {}  # on rank zero: hashes of the tensors of all ranks
+        self._hashes: HashByKind = {}  # on rank zero: hashes of the tensors from all ranks
         self.staged = threading.Event()
         self.started_at = time.monotonic()
         self.duration_s = 0.0  # seconds from the start to the commit
-        # The result, the same on every rank.
-        self.failure: OSError | None = None  # error of the store
-        self.error: Exception | None = None  # another error, which ends the run
+        # The result is the same on every rank. A failure of the store counts towards
+        # snapshot.max_failures. Any other error ends the run.
+        self.failure: OSError | None = None
+        self.error: Exception | None = None
+        # For each GPU, the point in its training stream from which the tensors can be copied.
         self._ready = {
             device: torch.cuda.current_stream(device).record_event()
             for device in self._devices()
@@ -83,7 +88,7 @@ class AsyncSave(threading.Thread):
         }
 
     def _devices(self) -> list[torch.device]:
-        """List the device of this rank, and other devices that hold tensors of its model."""
+        """List the device of this rank, and all other devices that hold tensors of its model."""
         devices = [self.runtime.device]
         for content in self.capture.files.values():
             if isinstance(content, dict):
@@ -123,18 +128,18 @@ class AsyncSave(threading.Thread):
     def _note_failure(self, error: OSError) -> None:
         """Keep the error of the store. Delete the files of this save, in case the disk is full."""
         self.failure = error
-        # on an object store that fails, the deletion would fail too
+        # If an object store fails, deleting files there would fail too.
         if self.store.storage.has_flock:
             with contextlib.suppress(OSError):
                 self.runtime.group.env.call_on_rank_zero(partial(self.store.clear, self.step))
 
     def _stage(self) -> dict[str, memoryview | bytes]:
-        """Copy the tensors to host memory, on a separate CUDA stream per GPU.
+        """Copy the tensors to host memory, on a separate CUDA stream for each GPU.
 
-        Return the content of each file.
+        Return the content of each file that this rank writes.
         """
         if self._ready:
-            torch.cuda.set_device(self.runtime.device)  # a thread has its own current device
+            torch.cuda.set_device(self.runtime.device)  # each thread has its own current device
         files = self.capture.files
         tensors = {name: content for name, content in files.items() if isinstance(content, dict)}
         if not self._buffers_fit(tensors):
@@ -142,10 +147,11 @@ class AsyncSave(threading.Thread):
             for name, named in tensors.items():
                 self.buffers[name] = SafetensorsBuffer(named)
         streams = [torch.cuda.Stream(device) for device in self._ready]
-        # a copy runs on the current stream of its tensor's GPU
+        # A copy runs on the current stream of the tensor's GPU.
         with contextlib.ExitStack() as current:
             for stream, event in zip(streams, self._ready.values(), strict=True):
-                stream.wait_event(event)  # work queued on the training stream before the snapshot
+                # Wait for the work that was queued on the training stream before the snapshot.
+                stream.wait_event(event)
                 current.enter_context(torch.cuda.stream(stream))
             for name, buffer in self.buffers.items():
                 buffer.fill(tensors[name])
@@ -154,21 +160,23 @@ class AsyncSave(threading.Thread):
         contents: dict[str, memoryview | bytes] = {}
         for name, content in files.items():
             staged = content if isinstance(content, bytes) else self.buffers[name].content
-            if kind_of(name) == HOOKS:  # hooks have the same state on all ranks
+            # Hooks have the same state on all ranks, so only rank zero writes it.
+            if kind_of(name) == HOOKS:
                 write = partial(contents.__setitem__, name, staged)
                 self.runtime.group.env.call_on_rank_zero(write)
             else:
                 contents[name] = staged
-        self.capture = replace(self.capture, files={})  # free the tensors
+        self.capture = replace(self.capture, files={})  # frees the tensors
         self.runtime.group.is_writing = True
         self.staged.set()
         return contents
 
     def _stage_and_describe(self) -> dict[str, Any]:
-        """Stage the tensors. Describe them for rank zero, as JSON values."""
+        """Stage the tensors. Return descriptions of them for rank zero, as JSON values."""
         self._contents = self._stage()
         described: dict[str, Any] = {"lines": {}, "hooks": {}}
-        if self.runtime.strategy.weights != "rows":  # else no rank has a whole tensor
+        # If each rank holds rows of the weights, no rank has a whole tensor to hash.
+        if self.runtime.strategy.weights != "rows":
             for file, buffer in self.buffers.items():
                 lines = describe_tensors(buffer.tensors)
                 described["lines"][kind_of(file)] = lines
@@ -177,10 +185,10 @@ class AsyncSave(threading.Thread):
         return described
 
     def _check_staged(self, staged: list[dict[str, Any]]) -> None:
-        """Hash what was staged.
+        """Compute the hashes of the snapshot. Check that hooks have the same state on all ranks.
 
         Args:
-            staged: Descriptions of the staged tensors, one from each rank.
+            staged: For each rank, the value that `_stage_and_describe` returned.
 
         Raises:
             CodeError: The state of a hook differs between the ranks.
@@ -191,6 +199,7 @@ class AsyncSave(threading.Thread):
         self._hashes = hash_lines(each["lines"] for each in staged)
 
     def _buffers_fit(self, tensors: dict[str, dict[str, Tensor]]) -> bool:
+        """Return True if the staging buffers of the last snapshot can hold these tensors."""
         if tensors.keys() != self.buffers.keys():
             return False
         return all(self.buffers[name].fits(named) for name, named in tensors.items())

@@ -1,12 +1,13 @@
-"""The ledger of a run: the hashes of every snapshot. They stay when retention deletes a snapshot.
+"""The ledger of a run: a file with the hashes of all snapshots, including deleted ones.
 
-`snapshots.jsonl` in the run directory has a line for each commit:
+`snapshots.jsonl` in the run directory has a line for each committed snapshot:
 
     {"step": 100, "settings": "2c2620...", "model": "9f86d0...", "optimizer": "60303a..."}
 
-and `ema` and `hooks`, if the snapshot has them. A hash is the SHA-256 of the names, types, shapes
-and SHA-256s of all tensors of a kind. It does not depend on the number of ranks. There are no lines
-if each rank holds rows of the weights (fsdp, hsdp).
+A line also has the hashes `ema` and `hooks`, if the snapshot has tensors of these kinds. A hash is
+the SHA-256 of the names, types, shapes and SHA-256s of all tensors of one kind. It does not depend
+on the number of ranks. If each rank holds rows of the weights (fsdp, hsdp), the ledger has no
+lines.
 """
 
 import contextlib
@@ -28,9 +29,9 @@ from mingpt_ddp.storage.lines import append_line, read_lines
 log = logging.getLogger(__name__)
 
 LEDGER = "snapshots.jsonl"
-MAX_BYTES = 1 << 26  # size limit of the file. This fits 268,000 snapshots
-# Keys that are left out of a digest of settings: their effect is in the environment of a
-# state.json, or no attempt of a run can change it.
+MAX_BYTES = 1 << 26  # size limit of the file, enough for 268,000 snapshots
+# Keys that the digest of settings leaves out. Either a state.json records their effect in its
+# `environment`, or they cannot change between the attempts of a run.
 NOT_IN_SETTINGS = (
     "ddp.strategy",
     "ddp.backend",
@@ -40,11 +41,11 @@ NOT_IN_SETTINGS = (
     "run.resume",
     "run.init_sha256",
 )
-DIGEST = re.compile("[0-9a-f]{64}")
+SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def digest_settings(state: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of all settings in a state.json that change the bits of its attempt."""
+    """Return the SHA-256 of all settings in a state.json that can change the bits of a step."""
     config: dict[str, dict[str, Any]] = {}
     for group, values in state.get("config", {}).items():
         config[group] = {}
@@ -57,9 +58,10 @@ def digest_settings(state: Mapping[str, Any]) -> str:
         "environment": state.get("environment"),
         "micro_batch_size": state.get("micro_batch_size"),
     }
-    if config.get("optimizer", {}).get("schedule_steps") is None:  # the length of the schedules
+    # The schedules then last as long as the run, so its length changes the bits of each step.
+    if config.get("optimizer", {}).get("schedule_steps") is None:
         limits = {key: state.get("config", {}).get("trainer", {}).get(key) for key in LIMITS}
-        # with a time limit the number of steps is not known at the start
+        # With a time limit, the number of steps is not known at the start.
         settings["steps"] = limits if limits["max_minutes"] else state.get("steps")
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
@@ -69,19 +71,22 @@ class Record:
     """A line of the ledger."""
 
     step: int
-    settings: str  # digest of `digest_settings`
+    settings: str  # digest that `digest_settings` returned
     hashes: HashByKind
 
 
 class Ledger:
-    """The ledger in a run directory."""
+    """Writes and reads the ledger in a run directory."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / LEDGER
         self._has_failed = False
 
     def append(self, step: int, hashes: HashByKind, settings: str) -> None:
-        """Add the hashes of a snapshot. If they cannot be written, only warn, once."""
+        """Add the hashes of a snapshot.
+
+        If they cannot be written, log a warning, but only once per run: training goes on.
+        """
         if not hashes:
             return
         record = {"step": step, "settings": settings, **hashes}
@@ -102,16 +107,17 @@ class Ledger:
         except FileNotFoundError:
             pass
         except OSError as error:
-            log.warning("not all hashes of snapshots can be read: %s", error)
+            log.warning("some hashes of snapshots cannot be read: %s", error)
         return records
 
 
 def _parse(line: bytes) -> Record | None:
+    """Parse an untrusted line of the ledger. Return None if it is invalid."""
     with contextlib.suppress(LookupError, TypeError, ValueError, RecursionError):
         values = json.loads(line)
         hashes = {kind: values[kind] for kind in TENSOR_KINDS if kind in (*KINDS, *values)}
         settings = values["settings"]
-        are_digests = all(map(DIGEST.fullmatch, [*hashes.values(), settings]))
+        are_digests = all(map(SHA256.fullmatch, [*hashes.values(), settings]))
         step = values["step"]
         if are_digests and type(step) is int and step_of(directory_name(step)) == step:
             return Record(step, settings, hashes)

@@ -1,4 +1,4 @@
-"""Retention: delete the snapshots of a run that are no longer kept, after a commit."""
+"""Retention: after each commit, delete the snapshots that a run does not keep."""
 
 import logging
 
@@ -11,29 +11,33 @@ log = logging.getLogger(__name__)
 def apply_retention(
     snapshot: SnapshotConfig, store: SnapshotStore, newest: int, best: int | None
 ) -> None:
-    """Delete the snapshots that are no longer kept, if step `newest` is committed.
+    """Delete the snapshots that the settings do not keep, if step `newest` is committed.
 
-    If another process has taken over the store, log that and delete nothing: the next save ends the
+    An error is only logged, because the new snapshot is committed nevertheless. If the error is
+    that another process has taken over the store, nothing is deleted, and the next save ends the
     run.
 
     Args:
-        best: Step of the snapshot that snapshot.keep_best keeps.
+        snapshot: The settings for snapshots.
+        newest: Step of the newest snapshot.
+        best: Step whose snapshot is kept because of snapshot.keep_best. None if there is none.
     """
     try:
         if store.is_committed(newest):
             prune(store, snapshot.keep_last, best, newest, snapshot.keep_every)
-    except Exception as error:  # the new snapshot is committed nevertheless
+    except Exception as error:
         log.warning("cannot delete older snapshots at %s: %s", store.url, error)
 
 
 def expired_steps(
     store: SnapshotStore, keep_last: int, best: int | None, newest: int, every: int | None = None
 ) -> list[int]:
-    """List the steps up to `newest` that are not kept.
+    """List the steps up to `newest` whose snapshots are to be deleted.
 
-    Kept are the last `keep_last` committed ones, the `best` one, and milestones: the committed
-    steps that `every` divides. Directories beyond `newest` are from before the run resumed from an
-    older snapshot. They are kept until the run saves those steps again.
+    Three kinds of snapshots are kept: the last `keep_last` committed ones, the `best` one, and
+    milestones, which are committed steps that are a multiple of `every`. Steps after `newest` are
+    not listed. They are from a time before the run went back to an older snapshot, and are kept
+    until the run saves these steps again.
     """
     past = [step for step in store.steps() if step <= newest]
     committed = [step for step in past if step not in store.damaged and store.is_committed(step)]
@@ -46,7 +50,7 @@ def expired_steps(
 def prune(
     store: SnapshotStore, keep_last: int, best: int | None, newest: int, every: int | None = None
 ) -> None:
-    """Delete the expired steps.
+    """Delete the snapshots of the steps that `expired_steps` lists.
 
     Raises:
         RunError: Another process has taken over the lease.

@@ -1,7 +1,7 @@
-"""Decide which rank writes which files of a snapshot.
+"""Decide which rank writes which tensors of a snapshot.
 
-If all ranks hold the same state, the ranks that share rank zero's storage share the work. If each
-rank holds a shard of the state, it writes that shard.
+If all ranks hold the same state, the tensors are divided among the ranks that share a storage with
+rank zero. If each rank holds a shard of the state, each rank writes its own shard.
 """
 
 import contextlib
@@ -19,30 +19,33 @@ from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.snapshots import format as layout
 from mingpt_ddp.snapshots.format import HOOKS, shard_name
 from mingpt_ddp.snapshots.write.store import SnapshotStore
-from mingpt_ddp.storage.run_directory import PROBE
+from mingpt_ddp.storage.run_directory import PROBE_PREFIX
 from mingpt_ddp.storage.storage import Storage
 
-TensorsByKind = Mapping[str, Mapping[str, Tensor]]  # by kind (model, optimizer ...) and name
+# Tensors by their kind (model, optimizer, ema or hooks) and their name.
+TensorsByKind = Mapping[str, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Shares:
     """The ranks that write the tensors of a snapshot."""
 
-    ranks: dict[str, Sequence[int]]  # by kind: the ranks that write a file of this kind
-    # Rank that writes a whole tensor, by kind and name. By default, the first rank of the kind.
+    ranks: dict[str, Sequence[int]]  # for each kind of tensors, the ranks that write a file of it
+    # The rank that writes a whole tensor, by kind and name. A tensor that is not listed is written
+    # by the first rank of its kind.
     writers: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def writer(self, kind: str, name: str) -> int:
-        """Return the rank that writes a whole tensor."""
+        """Return the rank that writes a tensor, if it is written as a whole."""
         return self.writers.get((kind, name), self.ranks[kind][0])
 
 
 def share_tensors(tensors: TensorsByKind, ranks: Sequence[int]) -> Shares:
-    """Assign whole tensors to ranks, balanced by bytes. All ranks get the same result.
+    """Assign whole tensors to ranks, so that each rank writes about as many bytes.
 
-    If shards would be too small, each kind is written by one rank. Then the first rank, which also
-    writes the state and the manifest, gets the fewest bytes.
+    All ranks compute the same assignment. If the shards would be smaller than MIN_SHARD_BYTES, one
+    rank writes all tensors of a kind. The first rank also writes the state and the manifest, so it
+    then gets the fewest bytes.
     """
     sizes = {}
     by_kind = dict.fromkeys(tensors, 0)
@@ -53,7 +56,7 @@ def share_tensors(tensors: TensorsByKind, ranks: Sequence[int]) -> Shares:
     shards = min(len(ranks), sum(sizes.values()) // layout.MIN_SHARD_BYTES)
     if shards > 1:
         owners = share_out(dict(sorted(sizes.items(), reverse=True)), shards)
-        writers = {each: ranks[owner] for each, owner in owners.items()}
+        writers = {kind_and_name: ranks[owner] for kind_and_name, owner in owners.items()}
         return Shares(dict.fromkeys(tensors, ranks[:shards]), writers)
     count = min(len(ranks), len(by_kind))
     owner_by_kind = share_out(by_kind, count)
@@ -67,20 +70,23 @@ def share_tensors(tensors: TensorsByKind, ranks: Sequence[int]) -> Shares:
 
 
 class ShardPlan:
-    """The files that each rank writes. A collective finds out once who shares the storage."""
+    """The plan of which rank writes which tensors of each snapshot.
+
+    The ranks find out only once, in a collective, which of them share a storage with rank zero.
+    """
 
     def __init__(self, runtime: Runtime, store: SnapshotStore) -> None:
         self.group = runtime.group
         self.strategy = runtime.strategy
         self.storage = store.storage
-        self._writers: list[
-            int
-        ] = []  # ranks that share rank zero's storage; empty until they are known
+        # The ranks that share a storage with rank zero. Empty until they are known.
+        self._writers: list[int] = []
 
     def own_files(self, tensors: TensorsByKind) -> dict[str, dict[str, Tensor]]:
         """Return the tensors that this rank writes, by file and name. A collective.
 
-        Every rank gets the state of hooks. Only rank zero writes it, and the others compare it.
+        Every rank also gets the state of hooks. Rank zero writes it, and the other ranks check that
+        they have the same state.
         """
         strategy = self.strategy
         joined = {kind: strategy.join_tensors(named) for kind, named in tensors.items()}
@@ -116,14 +122,14 @@ class ShardPlan:
         """Check that all ranks reach the storage, if rank zero reaches it. A collective.
 
         Raises:
-            ConfigError: Some ranks do not reach it.
+            ConfigError: Rank zero reaches the storage, but another rank does not.
         """
         self._writers = self._writers or ranks_with_same_storage(self.group, self.storage)
         world_size = self.group.world_size
         if 0 < len(self._writers) < world_size:
             other = next(rank for rank in range(world_size) if rank not in self._writers)
             raise ConfigError(
-                f"ddp.strategy={self.strategy.name} needs snapshots that every rank reaches, but "
+                f"ddp.strategy={self.strategy.name} needs snapshots that every rank can read, but "
                 f"rank {other} does not see the files of rank 0; set snapshot.path to a shared "
                 "directory or an object store"
             )
@@ -132,15 +138,15 @@ class ShardPlan:
 def ranks_with_same_storage(group: ProcessGroup, storage: Storage) -> list[int]:
     """List the ranks that see the files that rank zero writes. A collective.
 
-    These are the ranks of its node, or all ranks on a shared filesystem. The list is empty if rank
-    zero cannot write.
+    On a local disk, these are the ranks on the node of rank zero. On a shared filesystem, these are
+    all ranks. The list is empty if rank zero cannot write.
     """
     if group.world_size == 1 or storage.shared:
         return [*range(group.world_size)]
 
     def write_probe() -> str:
-        name = f"{PROBE}{uuid.uuid4().hex}"
-        with contextlib.suppress(OSError):  # the save will hit the same error and handle it
+        name = f"{PROBE_PREFIX}{uuid.uuid4().hex}"
+        with contextlib.suppress(OSError):  # the next save meets the same error, and handles it
             storage.write(name, b"")
         return name
 

@@ -21,14 +21,16 @@ class SnapshotStore(StoreReader):
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        self._lease: Lease | None = None  # ownership on an object store, which has no file locks
-        # Under a lease: committed steps that this run has found at its start, or has written.
+        # The lease on an object store, which has no file locks. None on a disk.
+        self._lease: Lease | None = None
+        # With a lease: the committed steps that this run found at its start, or has written.
         self._known: set[int] = set()
-        # Raises RunError if the run's locked directory was deleted or moved.
+        # Called before a snapshot is written or committed. Raises RunError if the locked directory
+        # of the run was deleted or moved.
         self.check_owner: Callable[[], None] = lambda: None
 
     def hold(self, lease: Lease) -> None:
-        """Write under a lease from now on, and note which snapshots are committed already.
+        """Protect all further writes by a lease, and note which snapshots are committed already.
 
         Raises:
             StorageUnavailableError, SnapshotError: The URL cannot be read.
@@ -43,7 +45,7 @@ class SnapshotStore(StoreReader):
         self._known = {step for step, known in zip(steps, are_committed, strict=True) if known}
 
     def check_lease(self) -> None:
-        """Check that this run still owns its object store.
+        """Check that this run still holds the lease on its object store, if it has one.
 
         Raises:
             RunError: Another process has taken over the lease.
@@ -55,14 +57,16 @@ class SnapshotStore(StoreReader):
     # A save calls begin, then write_files on every rank, then commit.
 
     def begin(self, step: int) -> None:
-        """Make room for a snapshot, unless the run has lost its directory or its lease.
+        """Delete the files at a step, to make room for its snapshot.
 
-        On an object store a process that was suspended may wake up here after another one has taken
-        over. A snapshot that this run neither found at its start nor wrote itself is therefore
-        kept, and files without a manifest are overwritten instead of deleted.
+        On an object store, a suspended process may wake up here after another process has taken
+        over the lease. It must not delete the snapshots of that process. Therefore, a snapshot that
+        this run neither found at its start nor wrote itself is kept, and files without a manifest
+        are overwritten instead of deleted.
 
         Raises:
-            RunError: The directory was deleted or moved, or another process has taken over.
+            RunError: The run directory was deleted or moved, or another process has taken over the
+                lease.
             OSError: The storage does not respond.
         """
         self.check_owner()
@@ -80,7 +84,7 @@ class SnapshotStore(StoreReader):
         self.delete(step)
 
     def write_files(self, step: int, contents: Mapping[str, memoryview | bytes]) -> Files:
-        """Write some files of a snapshot. Return their manifest entries.
+        """Write some files of a snapshot. Return their entries for the manifest.
 
         Raises:
             OSError: A file cannot be written, or is too large to be read again.
@@ -102,11 +106,11 @@ class SnapshotStore(StoreReader):
         """Write the manifest if all files are there. From then on, the snapshot exists.
 
         Args:
-            by_rank: The entries of each rank's files, as `write_files` returned them.
-            record: Called once only the manifest is missing.
+            by_rank: For each rank, the manifest entries that `write_files` returned.
+            record: Called just before the manifest is written, to record the snapshot elsewhere.
 
         Raises:
-            OSError: A file is missing or has another size, or the manifest cannot be written.
+            OSError: A file is missing or has the wrong size, or the manifest cannot be written.
             RunError: Another process has taken over the lease, or the run directory was deleted.
         """
         files: Files = {}
@@ -120,11 +124,12 @@ class SnapshotStore(StoreReader):
         if record is not None:
             record()
         manifest = check_size(layout.encode_manifest(step, files), layout.MAX_MANIFEST_BYTES)
-        self._known.add(step)  # before the request: it may succeed although its answer is lost
+        # Do this before the request, which may succeed although its response is lost.
+        self._known.add(step)
         self.storage.write(path_of(step, layout.MANIFEST), manifest)
 
     def delete(self, step: int) -> None:
-        """Delete a snapshot or the files of a failed save, if the run still has its lease.
+        """Delete a snapshot, or the files of a failed save, if the run still holds its lease.
 
         Raises:
             RunError: Another process has taken over the lease.
@@ -135,9 +140,10 @@ class SnapshotStore(StoreReader):
         self._known.discard(step)
 
     def clear(self, step: int) -> None:
-        """Delete a snapshot or the files of a failed save, without checking the lease.
+        """Delete a snapshot, or the files of a failed save, without a check of the lease.
 
-        The manifest goes first, so that a partial deletion uncommits the snapshot.
+        The manifest is deleted first. If the deletion is interrupted, the snapshot is not committed
+        any more.
         """
         self.damaged.discard(step)
         directory = layout.directory_name(step)

@@ -38,9 +38,10 @@ FP32 = 4  # bytes of an element
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """The memory that one block keeps for its backward pass, in multiples of E elements.
+    """The memory that one block keeps for its backward pass.
 
-    "Product type" is the type of matrix products: bf16, fp16 or fp32.
+    Fields without another unit count tensors of E elements: a tensor of 4 E elements counts as 4.
+    The product type is the type of matrix products: bf16, fp16 or fp32.
     """
 
     fp32: int  # tensors that are kept in fp32

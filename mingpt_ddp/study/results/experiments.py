@@ -1,4 +1,4 @@
-"""Record each comparison of settings as a line of experiments.jsonl."""
+"""Record each comparison of settings as a line in experiments.jsonl."""
 
 import json
 import time
@@ -10,12 +10,12 @@ from mingpt_ddp.process.terminal import echo_error
 from mingpt_ddp.storage.lines import append_line
 from mingpt_ddp.study.results.runs import RunRecord
 
-EXPERIMENTS = "experiments.jsonl"  # in the directory of the runs
-MAX_BYTES = 1 << 26
+EXPERIMENTS = "experiments.jsonl"  # file name in the run.root of the compared runs
+MAX_BYTES = 1 << 26  # size limit of the file
 
 
 def root_of(job: RunRecord) -> Path:
-    """Return the run.root of a job: `outputs` if its directory is outputs/sweep/job."""
+    """Find the run.root of a job. For a job in outputs/sweep/job it is `outputs`."""
     directory = job.directory.resolve()
     name = PurePosixPath(str(job.config.get("run.name"))).parts
     is_named = directory.parts[-len(name) :] == name
@@ -23,7 +23,7 @@ def root_of(job: RunRecord) -> Path:
 
 
 def record(root: Path, experiment: dict[str, Any]) -> None:
-    """Append a comparison to the record. If that fails, print a note."""
+    """Append a comparison to experiments.jsonl. If the write fails, print a note."""
     line = json.dumps({"when": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **experiment})
     try:
         append_line(root / EXPERIMENTS, line.encode() + b"\n", MAX_BYTES)

@@ -1,4 +1,4 @@
-"""Number and text formats of a report, and the commands that it names."""
+"""Format the numbers and texts of a report, and the commands that it suggests."""
 
 import json
 import re
@@ -9,15 +9,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mingpt_ddp import errors
-from mingpt_ddp.storage.recorded_words import words_to_type
+from mingpt_ddp.storage.recorded_words import confirming_words
 from mingpt_ddp.storage.run_directory import SCRIPT, recorded_script
 from mingpt_ddp.study.results.objective import Objective
 from mingpt_ddp.study.results.runs import Row, RunRecord, Value
 
-NO_COMMAND = "no command line: the configuration, with the run.name to continue, cannot be read"
-LONGEST = 60  # characters of a value or a name in a table
-# Last parts of keys that need their group, or that are titles of other columns.
-UNCLEAR = {
+NO_COMMAND = "there is no command line, because run.name cannot be read from config.yaml"
+MAX_LENGTH = 60  # longest value or name in a table, in characters
+# A key that ends with one of these names is shown whole: the name is unclear without its group, or
+# it is the title of another column.
+AMBIGUOUS_NAMES = {
     "name",
     "path",
     "n",
@@ -30,8 +31,10 @@ UNCLEAR = {
     "job",
     "directory",
 }
-BEGINS = {"val_": "validation", "train_": "training", "test_": "test"}
-WORDS = {
+# The beginnings of metrics' names in words.
+PREFIX_WORDS = {"val_": "validation", "train_": "training", "test_": "test"}
+# The short names of keys and metrics in words.
+KEY_WORDS = {
     "lr": "learning rate",
     "n_layer": "layers",
     "n_head": "heads",
@@ -47,87 +50,92 @@ WORDS = {
 
 
 def duration(seconds: float | None) -> str:
-    """Format a time as hours, minutes and seconds. Return "" if it is unknown or absurd."""
+    """Format a time as hours, minutes and seconds. Return "" if it is unknown or impossible."""
     if seconds is None or not 0 <= seconds < 1e13:
         return ""
     return errors.duration(seconds)
 
 
 def short_names(keys: list[str]) -> dict[str, str]:
-    """Return the last part of each dotted key, or the whole key if the last part is ambiguous."""
+    """Shorten dotted keys to their last part. A key with an ambiguous last part stays whole."""
     last = [key.rpartition(".")[2] for key in keys]
-    unclear = UNCLEAR | {name for name, count in Counter(last).items() if count > 1}
+    unclear = AMBIGUOUS_NAMES | {name for name, count in Counter(last).items() if count > 1}
     return {key: key if name in unclear else name for key, name in zip(keys, last, strict=True)}
 
 
 def assignments(row: Row, keys: list[str]) -> list[str]:
-    """Return `name=value` of each of these keys that the row has."""
+    """Format `name=value` for each of these keys that the row has."""
     names = short_names(keys)
     return [f"{names[key]}={shown(row.config[key])}" for key in keys if key in row.config]
 
 
 def shown(value: Value) -> str:
-    """Format a value as on the command line, cut to LONGEST characters."""
+    """Format a value as on the command line, but cut to MAX_LENGTH characters."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return brief(value)
     return cut(value if isinstance(value, str) else json.dumps(value))
 
 
 def brief(value: float) -> str:
-    """Format with at most four digits, more for whole numbers; 3e-4 for 0.0003."""
+    """Format a number with at most four digits, such as 3e-4. A whole number keeps all digits."""
     if abs(value) < 1e9 and value == round(value):
         return f"{value:.0f}"
     return f"{value:.4g}" if 1e-3 <= abs(value) < 1e4 else scientific(value)
 
 
 def fixed(value: float | None, form: str) -> str:
-    """Format a number, or `-` for None. A very large number gets an exponent."""
+    """Format a number, or `-` for None. A very large number gets an exponent.
+
+    Args:
+        form: Format of an ordinary number, such as `.4f`.
+    """
     if value is None:
         return "-"
     return f"{value:{form}}" if abs(value) < 1e12 else scientific(value)
 
 
 def scientific(value: float) -> str:
-    """Format with at most four digits and an exponent."""
+    """Format a number with at most four digits and an exponent."""
     digits, _, exponent = f"{value:.3e}".partition("e")
     return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
-def cut(text: str, longest: int = LONGEST) -> str:
-    """Cut the middle out of a text that is too long: similar names often differ at the end."""
+def cut(text: str, longest: int = MAX_LENGTH) -> str:
+    """Cut the middle out of a long text. Its end stays: similar names often differ there."""
     if len(text) <= longest:
         return text
     return f"{text[: (longest - 1) // 2]}…{text[len(text) - longest // 2 :]}"
 
 
 def words(name: str) -> str:
-    """Return the short name of a key in words, for a page: "learning rate" for lr."""
-    for begin, word in BEGINS.items():
+    """Write the short name of a key in words for a page, such as "learning rate" for lr."""
+    for begin, word in PREFIX_WORDS.items():
         if name.startswith(begin):
             name = f"{word} {name.removeprefix(begin)}"
-    return WORDS.get(name) or re.sub(r"[_.]+", " ", name.removesuffix(".name"))
+    return KEY_WORDS.get(name) or re.sub(r"[_.]+", " ", name.removesuffix(".name"))
 
 
 def when(seconds: float | None) -> str:
-    """Format a Unix time, or `-` if it is unknown or absurd."""
+    """Format a Unix time. Return `-` if it is unknown or impossible."""
     if seconds is None or not 0 <= seconds < 1e11:
         return "-"
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def command_line(job: RunRecord) -> str:
-    """Return the command that trains a job again, or goes on with it, quoted for a shell.
+    """Return the command that continues or repeats a job, quoted for a shell.
 
-    Return NO_COMMAND if no run.name is recorded. If the job was trained by a loop of the user's
-    own, return the copy of the script and the words of its command line.
+    Returns:
+        NO_COMMAND if no run.name is recorded. If the job was trained by the user's own loop, a
+        sentence with the path of the recorded script and its arguments.
     """
     if recorded := recorded_script(job.directory):
         started = f", run with {shlex.join(recorded[1])}" if recorded[1] else ""
-        return f"its own loop is in {job.directory / SCRIPT}{started}"
-    # Without it, the command would begin another run.
+        return f"trained by the script {job.directory / SCRIPT}{started}"
+    # Without run.name, the command would begin a new run.
     if "run.name" not in job.config:
         return NO_COMMAND
-    words = [str(job.directory), *words_to_type(job.directory, job.config)]
+    words = [str(job.directory), *confirming_words(job.directory, job.config)]
     return f"{errors.command('again')} {shlex.join(words)}"
 
 

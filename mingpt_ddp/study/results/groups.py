@@ -1,4 +1,4 @@
-"""Group the jobs that differ in `run.seed` alone: replicates of one recipe."""
+"""Group the jobs that differ only in `run.seed`. They are replicates of one recipe."""
 
 import itertools
 import json
@@ -30,17 +30,17 @@ from mingpt_ddp.study.results.stats.intervals import Estimate, estimate
 from mingpt_ddp.study.results.stats.significance import MIN_PAIRS
 
 SEED = "run.seed"
-# Keys that differ between the directories of replicates in a sweep.
-OF_ONE_JOB = re.compile(r"(?<=run\.seed=)\d+|(?<=-)[0-9a-f]{8}$")
+# Parts of a job's name that differ between replicates in a sweep: its seed, and a hash.
+SEED_IN_NAME = re.compile(r"(?<=run\.seed=)\d+|(?<=-)[0-9a-f]{8}$")
 Recipe = tuple[tuple[str, Hashable], ...]
 
 
 @dataclass(frozen=True)
 class Group:
-    """Jobs of one recipe with different seeds; one job is a group too."""
+    """Jobs of one recipe with different seeds. A single job is a group, too."""
 
-    jobs: list[RunRecord]  # at least one, in the order of `read_jobs`
-    config: dict[str, Value]  # shared keys that determine the results, without run.seed
+    jobs: list[RunRecord]  # at least one job, in the order of `read_jobs`
+    config: dict[str, Value]  # keys that determine the results and are shared, without run.seed
 
     @property
     def first(self) -> RunRecord:
@@ -53,30 +53,32 @@ class Group:
 
     @property
     def status(self) -> str:
-        """The statuses of the jobs, each once. Results of old code are marked."""
-        marked = (f"{job.status}, old code" if job.edited else job.status for job in self.jobs)
+        """The different statuses of the jobs. Results of old code are marked."""
+        marked = (
+            f"{job.status}, old code" if job.changed_code else job.status for job in self.jobs
+        )
         return ", ".join(dict.fromkeys(marked))
 
     @cached_property
     def samples(self) -> list[RunRecord]:
-        """One job of each seed: complete ones, or all if none is complete."""
+        """One job for each seed. If any job is complete, only complete jobs count."""
         jobs = [job for job in self.jobs if job.objective is not None] or self.jobs
         return [*{seed_of(job): job for job in reversed(jobs)}.values()][::-1]
 
     @cached_property
     def name(self) -> str:
-        """A pattern that all directories match, such as run.seed=*, or else the first directory."""
-        patterns = {OF_ONE_JOB.sub("*", job.name) for job in self.jobs}
+        """A pattern that all names of jobs match, such as run.seed=*, or else the first name."""
+        patterns = {SEED_IN_NAME.sub("*", job.name) for job in self.jobs}
         return patterns.pop() if len(patterns) == 1 < len(self.jobs) else self.first.name
 
     @property
     def n_seeds(self) -> int:
-        """The number of different seeds."""
+        """Number of different seeds."""
         return len({seed_of(job) for job in self.jobs})
 
     @property
     def n_complete(self) -> int:
-        """The number of seeds whose job is complete and has an objective."""
+        """Number of seeds with a complete job that has an objective."""
         return self.estimate.n
 
     @property
@@ -87,7 +89,7 @@ class Group:
 
     @property
     def seed_count(self) -> str:
-        """The number of seeds; `3/5, 2 diverged` if only three are complete."""
+        """The number of seeds as text, such as `3/5, 2 diverged` if three of five are complete."""
         count = (
             f"{self.n_seeds}"
             if self.n_complete == self.n_seeds
@@ -102,17 +104,17 @@ class Group:
 
     @property
     def costs(self) -> dict[str, float]:
-        """The objective of each seed as a cost, of which lower is better."""
+        """The objective of each seed as a cost: lower is better."""
         return {seed: self.ranked_by.cost(value) for seed, value in self.by_seed.items()}
 
     @cached_property
     def estimate(self) -> Estimate:
-        """The objective over the complete jobs."""
+        """The mean objective of the complete jobs, with its interval."""
         return self.estimate_of(lambda job: job.objective)
 
     @cached_property
     def latest(self) -> Estimate:
-        """The objective, or the last values if no job is complete."""
+        """The mean objective with its interval. If no job is complete, the last values count."""
         return self.estimate if self.n_complete else self.estimate_of(lambda job: job.value)
 
     @property
@@ -135,8 +137,9 @@ class Group:
 
     @property
     def minutes(self) -> float | None:
-        """The mean minutes that the steps of a complete job took. Only trainer.max_minutes records
-        them.
+        """Mean time in minutes that the steps of a complete job took.
+
+        Only runs with trainer.max_minutes record this time.
         """
         complete = [job for job in self.jobs if job.status == "complete"]
         times = known(number(job.result.get("minutes")) for job in complete)
@@ -153,10 +156,13 @@ class Group:
         return self.latest.mean
 
     def estimate_of(self, measure: Callable[[RunRecord], float | None]) -> Estimate:
-        """Return the estimate of a measurement over the seeds of the jobs that have one.
+        """Estimate the mean of a measurement over the seeds that have it.
 
-        If a seed has diverged, the estimate has the number of seeds but no mean, because the other
-        seeds are a selection.
+        If a seed has diverged, the estimate has the number of seeds but no mean: the remaining
+        seeds would be a biased selection.
+
+        Args:
+            measure: Returns the measurement of a job, or None if the job has none.
         """
         values = [*means_by_seed(self.jobs, measure).values()]
         return Estimate(len(values)) if self.diverged else estimate(values)
@@ -166,12 +172,15 @@ G = TypeVar("G", bound=Group)
 
 
 def replicates(jobs: Iterable[RunRecord]) -> list[Group]:
-    """Group the jobs that differ in `run.seed` alone. Sort by mean; groups without one come last.
+    """Group the jobs that differ only in `run.seed`. Sort the groups by their mean objective.
 
-    Keys that change at most the last bits of a result (where files are, how ranks share the work,
-    what is logged) do not separate groups, unless they have been swept: then jobs of one recipe
-    differ in them for two seeds or more. Jobs that were trained on another text, or by another
-    version of the user's files, are a group of their own, with the parameter `text` or `code`.
+    Groups without a mean come last.
+
+    Some keys change at most the last bits of a result: where files are, how ranks share the work,
+    what is logged. They do not separate groups unless they were swept, which means that jobs of one
+    recipe differ in them for two seeds or more. Jobs that were trained on different texts, or by
+    different versions of the user's files, are separate groups. Their parameters `text` and `code`
+    tell them apart.
     """
     jobs = [*jobs]
     swept = _swept(jobs)
@@ -186,10 +195,13 @@ def replicates(jobs: Iterable[RunRecord]) -> list[Group]:
 
 
 def _by_inputs(jobs: list[RunRecord]) -> Iterator[tuple[dict[str, Value], list[RunRecord]]]:
-    """Divide jobs of one recipe by their text and by the user's code. Yield the keys that differ.
+    """Divide jobs of one recipe by the text and the user's code that they were trained with.
 
-    A job that is not complete may have recorded neither. It joins the others if they all have the
-    same text and code.
+    A job that is not complete may have recorded neither. It joins the other jobs if they all have
+    the same text and code.
+
+    Yields:
+        The values of the parameters `text` and `code`, if they differ, and the jobs.
     """
     are_accepted = accepts_code(jobs)
 
@@ -210,7 +222,7 @@ def _by_inputs(jobs: list[RunRecord]) -> Iterator[tuple[dict[str, Value], list[R
 
 
 def text_of(job: RunRecord) -> str | None:
-    """Return the first digits of the SHA-256 of a job's text or data. None if they are unknown."""
+    """Return the first digits of the SHA-256 of a job's data. Return None if it is unknown."""
     recorded = job.result.get("data")
     sha256 = recorded.get("sha256") if isinstance(recorded, dict) else None
     sha256 = sha256 or job.config.get("data.sha256")
@@ -218,7 +230,7 @@ def text_of(job: RunRecord) -> str | None:
 
 
 def accepts_code(jobs: Iterable[RunRecord]) -> bool:
-    """Return True if a job has run.accept_code=true, so that the code does not separate jobs."""
+    """Return True if any job has run.accept_code=true. Then the code does not separate groups."""
     return any(job.config.get(ACCEPT_CODE) is True for job in jobs)
 
 
@@ -228,18 +240,18 @@ def has_replicates(groups: Iterable[Group]) -> bool:
 
 
 def singles(jobs: Iterable[RunRecord]) -> list[Group]:
-    """Return a group for each job, with all of its keys."""
+    """Make a group of each job, with all keys of the job."""
     return [Group([job], job.config) for job in jobs]
 
 
 def best_group(groups: Sequence[G]) -> G | None:
-    """Return the group with the best mean objective. Return None if no group has a mean.
+    """Choose the group with the best mean objective. Return None if no group has a mean.
 
     If the groups that `rivals_of` returns share MIN_PAIRS seeds or more, their means over the
     shared seeds decide. Otherwise the mean over all seeds of each group decides.
 
     Args:
-        groups: sorted as `replicates` returns them.
+        groups: Groups in the order in which `replicates` returns them.
     """
     rivals = rivals_of(groups)
     seeds = shared_seeds(rivals)
@@ -250,24 +262,24 @@ def best_group(groups: Sequence[G]) -> G | None:
 
 
 def rivals_of(groups: Sequence[G]) -> list[G]:
-    """Return the groups that may be the best one.
+    """Return the groups that can be the best group.
 
-    A group with a diverged seed has no mean and may not. If any group has two complete seeds or
-    more, only such groups may.
+    A group with a diverged seed has no mean, so it cannot. If any group has two complete seeds or
+    more, groups with one complete seed cannot either.
     """
     ranked = [group for group in groups if group.objective is not None]
     return [group for group in ranked if group.n_complete > 1] or ranked
 
 
 def shared_seeds(groups: Sequence[Group]) -> list[str]:
-    """Return the complete seeds that all groups have."""
+    """Return the seeds that are complete in all groups."""
     common = set.intersection(*({*group.by_seed} for group in groups)) if groups else set[str]()
     return sorted(common)
 
 
 def _makes_results(job: RunRecord, key: str) -> bool:
     """Return True if a key changes the final loss of a job by more than its last bits."""
-    if key == "trainer.eval_steps":  # chooses the windows that the loss is measured on
+    if key == "trainer.eval_steps":  # it chooses the windows on which the loss is measured
         return True
     if key == "trainer.eval_every":  # patience counts evaluations
         return job.config.get("trainer.patience") is not None
@@ -275,7 +287,7 @@ def _makes_results(job: RunRecord, key: str) -> bool:
 
 
 def _swept(jobs: list[RunRecord]) -> set[str]:
-    """Return the keys in which jobs of one recipe and seed differ, for two seeds or more."""
+    """Find the keys in which jobs with the same recipe and seed differ, for two seeds or more."""
     swept = set()
     for members in grouped(jobs, lambda job: _recipe(job, set())).values():
         seeds = Counter[str]()  # number of seeds by key
@@ -286,7 +298,7 @@ def _swept(jobs: list[RunRecord]) -> set[str]:
 
 
 def _keys(job: RunRecord, swept: set[str]) -> list[str]:
-    """List the keys that make the recipe of a job."""
+    """List the keys that belong to the recipe of a job."""
     return [key for key in job.config if key in swept or _makes_results(job, key)]
 
 
@@ -302,7 +314,7 @@ def recipe(row: Row, keys: Iterable[str]) -> Recipe:
 def means_by_seed(
     jobs: Iterable[RunRecord], measure: Callable[[RunRecord], float | None]
 ) -> dict[str, float]:
-    """Return a measurement by seed, for the seeds that have one.
+    """Return the mean of a measurement for each seed that has it.
 
     Jobs with the same seed are not independent samples, so their mean counts once.
     """

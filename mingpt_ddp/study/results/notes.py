@@ -1,10 +1,10 @@
-"""Notes on the comparison of jobs: their ranking, and reasons why results do not compare."""
+"""Write notes on a comparison of jobs: how they are ranked, and why results do not compare."""
 
 from collections.abc import Hashable, Iterable, Sequence
 
 from mingpt_ddp.config.config import effect_of
 from mingpt_ddp.errors import counted
-from mingpt_ddp.storage.code_identity import PACKAGE, package_of, recorded_code
+from mingpt_ddp.storage.code_identity import PACKAGE, package_version, recorded_code
 from mingpt_ddp.study.results.formats import cut
 from mingpt_ddp.study.results.groups import (
     SEED,
@@ -35,15 +35,15 @@ from mingpt_ddp.study.results.runs import (
 )
 
 DATA_KEYS = tuple(f"data.{key}" for key in TEXT_KEYS)
-# Keys that determine the number and length of the evaluated windows.
-WINDOWS = ("trainer.eval_steps", "trainer.batch_size", "data.block_size")
+# Keys that determine the number and length of the windows on which the loss is measured.
+EVALUATION_KEYS = ("trainer.eval_steps", "trainer.batch_size", "data.block_size")
 MINUTES = "trainer.max_minutes"
-EQUAL_MINUTES = 1.05  # settings whose minutes differ by a larger factor are not called equal
+EQUAL_MINUTES = 1.05  # warn if the training times of settings differ by a larger factor
 TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size")
 
 
 def comparison_notes(jobs: list[RunRecord], are_versions: bool = False) -> list[str]:
-    """Return notes on an unusual ranking, and on reasons why results do not compare.
+    """Write notes on an unusual ranking, and on reasons why results do not compare.
 
     Args:
         are_versions: True if the settings are versions of the code.
@@ -72,14 +72,14 @@ def comparison_notes(jobs: list[RunRecord], are_versions: bool = False) -> list[
         notes.append(
             "the jobs have different tasks, each of which defines its own loss (task.name)"
         )
-    if keys := _different_parts(measured):
+    if keys := _different_evaluation(measured):
         what = "the jobs were measured on different parts of the validation split"
         notes.append(f"{what} ({', '.join(keys)}): their results do not compare exactly")
     if not are_versions:
         notes += _code_notes(jobs)
     if mixed := [job.name for job in jobs if "+" in job.code]:
         notes.append(
-            f"trained with more than one version of its code: {cut(', '.join(mixed), 200)}"
+            f"trained with more than one version of your code: {cut(', '.join(mixed), 200)}"
         )
     steps = {job.step for job in jobs if job.status == "complete" and job.step is not None}
     if len(steps) > 1:
@@ -88,11 +88,11 @@ def comparison_notes(jobs: list[RunRecord], are_versions: bool = False) -> list[
 
 
 def _code_notes(jobs: list[RunRecord]) -> list[str]:
-    """Return notes on jobs that different code has trained."""
+    """Write notes on jobs that were trained by different code."""
     contents = dict[str, set[str]]()
     packages = dict[str, str]()  # by SHA-256
     for record in filter(None, [recorded_code(job.result) for job in jobs]):
-        packages[record["package"]["sha256"]] = package_of(record)
+        packages[record["package"]["sha256"]] = package_version(record)
         for name, sha256 in record["files"].items():
             contents.setdefault(name, set()).add(sha256)
     notes = []
@@ -112,7 +112,7 @@ def _code_notes(jobs: list[RunRecord]) -> list[str]:
 
 
 def minutes_notes(groups: Sequence[Group]) -> list[str]:
-    """Return a warning for each budget of minutes that took some groups longer than others."""
+    """Warn if settings with the same trainer.max_minutes trained for different times."""
     notes = []
     for limit, given in grouped(groups, lambda group: number(group.config.get(MINUTES))).items():
         taken = known(group.minutes for group in given)
@@ -126,7 +126,7 @@ def minutes_notes(groups: Sequence[Group]) -> list[str]:
 
 
 def pooling_notes(groups: list[Group]) -> list[str]:
-    """Return notes on the keys in which replicates differ besides the seed."""
+    """Write notes on the keys, apart from the seed, in which replicates differ."""
     keys = dict[str, None]()
     for group in groups:
         keys |= dict.fromkeys(varying(group.jobs))
@@ -135,10 +135,10 @@ def pooling_notes(groups: list[Group]) -> list[str]:
     others = [key for key in keys if key not in rounding]
     notes = []
     if others:
-        notes.append(f"replicates differ in {_cut(others)}: no loss depends on that")
+        notes.append(f"replicates differ in {_cut(others)}: no loss depends on this")
     if rounding:
         notes.append(
-            f"replicates differ in {_cut(rounding)}: the last bits of results depend on that"
+            f"replicates differ in {_cut(rounding)}: the last bits of results depend on this"
         )
     sizes = [{number(job.result.get("world_size")) for job in group.jobs} for group in groups]
     if any(len(each - {None}) > 1 for each in sizes):
@@ -150,7 +150,7 @@ def diverged_notes(groups: Iterable[tuple[str, Group]]) -> list[str]:
     """Name the diverged seeds of each group.
 
     Args:
-        groups: Each with its name.
+        groups: Pairs of a group's name and the group.
     """
     notes = []
     for name, group in groups:
@@ -163,21 +163,23 @@ def diverged_notes(groups: Iterable[tuple[str, Group]]) -> list[str]:
 
 
 def best_notes(groups: list[Group]) -> list[str]:
-    """Explain if the best group is not the first one.
+    """Explain why the best group is not the first group, if that is so.
 
     Args:
-        groups: Sorted as `replicates` returns them.
+        groups: Groups in the order in which `replicates` returns them.
     """
     first, best = groups[0], best_group(groups)
     if best is None or best is first:
         return []
     names = cut(first.name), cut(best.name)
     if first.n_complete < 2:
-        return [f"{names[0]} has one seed, so {names[1]} is called the best, which has more"]
+        return [
+            f"{names[0]} has only one seed, so {names[1]}, which has more seeds, is called the best"
+        ]
     seeds = len(shared_seeds(rivals_of(groups)))
     return [
-        f"{names[0]} has the best mean over all of its seeds, but {names[1]} has it over the "
-        f"{seeds} seeds that all settings have"
+        f"{names[0]} has the best mean over all of its seeds, but {names[1]} has the best mean "
+        f"over the {seeds} seeds that all settings have"
     ]
 
 
@@ -186,43 +188,44 @@ def _cut(keys: list[str]) -> str:
 
 
 def _different_data(jobs: list[RunRecord]) -> list[str]:
-    """List the keys by which the jobs differ in the data that measures them."""
-    if kinds := _differing(jobs, ("data.dataset",)):  # other datasets have other keys
+    """List the keys that show that the jobs were measured on different data."""
+    # Different datasets have different keys, so the other keys say nothing more.
+    if kinds := _differing(jobs, ("data.dataset",)):
         return kinds
     keys = {*_differing(jobs, DATA_KEYS)}
     texts = {text_of(job) for job in jobs}
-    # None stands for any content.
+    # The text of a job is None if it is not known. Then it may be the same as the other texts.
     if len(texts - {None}) > 1:
         keys |= {"data.sha256"}
     else:
         keys -= {"data.sha256"}
     if len(texts) == 1 and None not in texts:
         keys -= {"data.path"}  # the path does not matter if the content is the same
-    if len({_form(job) for job in jobs} - {"auto"}) < 2:
+    if len({_text_format(job) for job in jobs} - {"auto"}) < 2:
         keys -= {"data.format"}
     return [key for key in DATA_KEYS if key in keys]
 
 
-def _form(job: RunRecord) -> Value:
-    """Return the format in which a text was read, or auto if that is unknown."""
+def _text_format(job: RunRecord) -> Value:
+    """Return the format in which a job's text was read, or auto if it is not known."""
     recorded = job.result.get("data")
     if isinstance(recorded, dict) and job.config.get("data.format") == "auto":
         return plain(recorded.get("format", "text"))
     return job.config.get("data.format", "auto")
 
 
-def _different_parts(jobs: list[RunRecord]) -> list[str]:
-    """List the keys by which the jobs differ in the part of the split that they evaluate."""
+def _different_evaluation(jobs: list[RunRecord]) -> list[str]:
+    """List the keys that make the jobs evaluate different parts of the validation split."""
     if len({_evaluated_part(job) for job in jobs}) < 2:
         return []
-    return [WINDOWS[0], *_differing(jobs, (*WINDOWS[1:], *TOKENIZER_KEYS))]
+    return [EVALUATION_KEYS[0], *_differing(jobs, (*EVALUATION_KEYS[1:], *TOKENIZER_KEYS))]
 
 
 def _evaluated_part(job: RunRecord) -> Hashable:
-    """Return a hashable key of the evaluated part of the split. None is the whole split."""
-    if job.config.get(WINDOWS[0]) is None:
+    """Return a hashable key of the part of the split that a job evaluates. None means all of it."""
+    if job.config.get(EVALUATION_KEYS[0]) is None:
         return None
-    steps, batch_size, block_size = (job.config.get(key) for key in WINDOWS)
+    steps, batch_size, block_size = (job.config.get(key) for key in EVALUATION_KEYS)
     windows = None
     if isinstance(steps, int) and isinstance(batch_size, int):
         windows = steps * batch_size
@@ -230,6 +233,7 @@ def _evaluated_part(job: RunRecord) -> Hashable:
 
 
 def _differing(jobs: Iterable[RunRecord], keys: Iterable[str]) -> list[str]:
+    """List the keys whose values differ between the jobs."""
     differing = []
     for key in keys:
         values = {identity(job.config.get(key)) for job in jobs}

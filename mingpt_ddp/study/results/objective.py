@@ -1,4 +1,4 @@
-"""The objective: the number that ranks the jobs of a sweep or a report, by default the loss."""
+"""Choose the objective: the number that ranks jobs. By default it is the validation loss."""
 
 import contextlib
 import hashlib
@@ -11,7 +11,7 @@ from typing import Any
 from mingpt_ddp.storage.storage import read_regular
 from mingpt_ddp.storage.yaml_and_json import finite
 
-# Keys of data that determine a text.
+# Keys of the group `data` that determine the content of a text.
 TEXT_KEYS = (
     "path",
     "reader",
@@ -25,7 +25,7 @@ TEXT_KEYS = (
     "format",
     "dtype",
 )
-TOKENIZER = "tokenizer.json"  # in the run directory, if the tokenizer is a BPE
+TOKENIZER = "tokenizer.json"  # file name of a BPE tokenizer in the run directory
 MAX_TOKENIZER_BYTES = 1 << 26
 WHY_BITS_PER_BYTE = "losses per token of different tokenizers do not compare"
 
@@ -35,22 +35,23 @@ class Objective:
     """The number by which jobs are ranked."""
 
     series: str  # key of the number in result.json and metrics.jsonl
-    title: str
-    column: str
+    title: str  # title in sentences and on pages
+    column: str  # title of the column in a table
     maximize: bool = False  # True if higher values are better
 
     @property
     def metric(self) -> str:
-        """The objective as a value of `sweep.metric`."""
+        """The value of `sweep.metric` that names this objective."""
         return f"{'-' * self.maximize}{self.series}"
 
     @property
     def better(self) -> str:
+        """The word for better values: higher or lower."""
         return "higher" if self.maximize else "lower"
 
     @property
     def note(self) -> str:
-        """Which values are better, if the user has named this metric, else ""."""
+        """A note that says which values are better, or "" for a standard objective."""
         return "" if self in STANDARD.values() else f"{self.better} is better"
 
     def cost(self, value: float) -> float:
@@ -58,11 +59,11 @@ class Objective:
         return -value if self.maximize else value
 
     def recorded_in(self, result: Mapping[str, Any]) -> Any:
-        """Return the unchecked value in an untrusted result.json, or None if it has none."""
+        """Return the unchecked value in an untrusted result.json. Return None if it is missing."""
         return result.get(self.series, result.get(self.series.removeprefix("val_")))
 
     def value(self, result: Mapping[str, Any]) -> float:
-        """Return the value in a result.json. If there is none, return the worst one (infinite)."""
+        """Return the value in a result.json. If it has none, return the worst value (infinite)."""
         value = finite(self.recorded_in(result))
         return self.cost(math.inf) if value is None else value
 
@@ -81,7 +82,7 @@ def objective_named(metric: str | None) -> Objective:
 
 
 def default_objective(units: Iterable[Hashable]) -> Objective:
-    """Return the objective of jobs if the user names none.
+    """Choose the objective of jobs if the user does not name one.
 
     Args:
         units: The result of `loss_unit` for each job.
@@ -90,9 +91,10 @@ def default_objective(units: Iterable[Hashable]) -> Objective:
 
 
 def loss_unit(config: Mapping[str, Any], directory: Path | None = None) -> Hashable:
-    """Return a key that is equal for jobs whose losses have the same unit. None without tokens.
+    """Return a hashable key for the unit of a job's loss. Return None if the data has no tokens.
 
-    The unit depends on the tokenizer, and on whether the end of each document is predicted.
+    Losses can be compared if their units are equal. The unit depends on the tokenizer, and on
+    whether the end of each document is predicted.
 
     Args:
         config: An untrusted configuration by dotted key.
@@ -105,12 +107,14 @@ def loss_unit(config: Mapping[str, Any], directory: Path | None = None) -> Hasha
 
 
 def _tokenizer(config: Mapping[str, Any], directory: Path | None) -> Hashable:
+    """Return a hashable key. Jobs with the same tokenizer have equal keys."""
     kind = config["data.tokenizer"]
     source = config.get("run.init_from")
     # The first start records run.init_sha256, and the tokenizer of these weights.
     if source is not None and config.get("run.init_sha256") is None:
         return "tokenizer of the weights", repr(source)
-    if kind == "char" and config.get("data.format") == "tokens":  # token ids of an unknown text
+    if kind == "char" and config.get("data.format") == "tokens":
+        # The file has token ids, and their tokenizer is not known.
         return "token id", repr(config.get("data.vocab_size"))
     if kind in ("char", "byte"):
         return str(kind)
@@ -125,5 +129,5 @@ def _tokenizer(config: Mapping[str, Any], directory: Path | None) -> Hashable:
 
 
 def is_text(config: Mapping[str, Any]) -> bool:
-    """Return True if a job's data is a text, which has a tokenizer."""
+    """Return True if a job's data is a text, so that it has a tokenizer."""
     return "data.path" in config and "data.dataset" not in config

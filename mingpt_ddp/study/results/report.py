@@ -1,4 +1,4 @@
-"""Report a sweep or a run: a table for the terminal, and a page. This needs no torch."""
+"""Report a sweep or a run as a table for the terminal and a page. This module needs no torch."""
 
 import hashlib
 import os
@@ -14,16 +14,17 @@ from mingpt_ddp.study.results.results import Results, read_results
 from mingpt_ddp.study.results.runs import find_runs
 
 PAGE = "report.html"
-MAX_NAME = 100  # characters of the joined names of several directories
-WATCH_S = 5.0  # interval in seconds at which the page of running jobs is written again
+MAX_NAME = 100  # longest part of the page's name that lists the directories, in characters
+WATCH_S = 5.0  # seconds until the page of running jobs is written again
 NO_PAGE = "the page needs plotly; pip install 'mingpt_ddp[report]'"
 
 
 def page_path(directories: list[Path]) -> Path:
-    """Return the path of the page for these directories.
+    """Choose the path of the page for these directories.
 
-    The page of several directories is named after them, so that other pages stay. It is written to
-    the lowest directory that holds them all, or to the current one if that is not writable.
+    The page of several directories is named after all of them, so that it does not replace the page
+    of other directories. It is written to the lowest directory that contains all of them, or to the
+    current directory if that one is not writable.
     """
     if len(directories) == 1:
         return directories[0] / PAGE
@@ -51,16 +52,16 @@ def report(
     metric: str | None = None,
     accept_code: bool = False,
 ) -> str:
-    """Return the table of the jobs, and write their page.
+    """Return the table of the jobs as text, and write their page.
 
-    The table does not depend on the page. Without plotly, its last line says how to install it. If
-    the page cannot be written, the table is printed before the error is raised.
+    The table does not depend on the page. Without plotly, the last line of the table says how to
+    install plotly. If the page cannot be written, the table is printed before the error is raised.
 
     Args:
         directories: Runs, or parents of runs one or two levels below.
         page: HTML file to write.
-        metric: As for `read_jobs`.
-        accept_code: As for `read_results`.
+        metric: The objective (see `read_jobs`).
+        accept_code: Group results together even if the user's code has changed between them.
 
     Raises:
         RunError: One of the directories holds no run, no run has the metric, or the page cannot be
@@ -80,12 +81,12 @@ def report(
 
 
 def watch(directories: list[Path], page: Path, metric: str | None = None) -> str:
-    """Write the page every few seconds until no job runs or until Ctrl-C, then return `report`.
+    """Write the page every few seconds until no job runs, or until Ctrl-C. Then return the report.
 
-    The page reloads itself in a browser in the meantime. If no job has begun yet, wait for one.
+    Meanwhile the page reloads itself in the browser. If a directory has no run yet, wait for one.
 
     Raises:
-        RunError: As for `report`, or plotly is missing.
+        RunError: `report` would raise it, or plotly is missing.
     """
     line = f"the page {page} follows the jobs until they end, or until Ctrl-C"
     for each in filter(_is_awaited, directories):
@@ -107,20 +108,22 @@ def watch(directories: list[Path], page: Path, metric: str | None = None) -> str
 
 
 def _read_begun(directories: list[Path], metric: str | None) -> Results | None:
-    """Read the jobs. Return None until each directory has one."""
+    """Read the jobs. Return None until each directory has a job."""
     return None if any(map(_is_awaited, directories)) else read_results(directories, metric)
 
 
 def _is_awaited(directory: Path) -> bool:
-    """Return True if a directory has no run yet or does not exist yet. A file is not awaited."""
+    """Return True if a directory has no run yet, or does not exist yet. Return False for a file."""
     is_possible = directory.is_dir() or not os.path.lexists(directory)
     return is_possible and not find_runs(directory)
 
 
 def write_page(results: Results, page: Path, reload_s: float = 0) -> None:
-    """Write the page.
+    """Write the page of a report.
 
     Args:
+        results: The jobs to show.
+        page: HTML file to write.
         reload_s: Interval in seconds at which the page reloads itself. 0 disables reloading.
     """
     from mingpt_ddp.study.results.page.page import render_page

@@ -1,4 +1,4 @@
-"""The report for other programs: a JSON document, and plain rows."""
+"""Report jobs to other programs: as a JSON document, or as a flat row for each job."""
 
 import json
 from collections.abc import Sequence
@@ -6,14 +6,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mingpt_ddp.study.results.formats import LONGEST, cut
+from mingpt_ddp.study.results.formats import MAX_LENGTH, cut
 from mingpt_ddp.study.results.groups import SEED, Group, replicates
 from mingpt_ddp.study.results.results import Results, read_with_failures
 from mingpt_ddp.study.results.runs import RunRecord, number, varying
 
 
 def json_report(results: Results) -> str:
-    """Return one strict JSON document in ASCII. Numbers that are not finite become null."""
+    """Return the report as strict JSON in ASCII. Numbers that are not finite become null."""
     document = {
         "objective": results.objective.series,
         "better": results.objective.better,
@@ -25,13 +25,14 @@ def json_report(results: Results) -> str:
 
 
 def job_rows(directories: Sequence[Path], metric: str | None = None) -> list[dict[str, Any]]:
-    """Return a flat row for each job: its entry in the document, and the keys that differ by job.
+    """Return a flat row for each job, with its results and the parameters that differ between jobs.
 
-    All rows have the same keys. Replicates follow each other. The setting with the best mean comes
-    first.
+    All rows have the same keys. Replicates follow each other, and the setting with the best mean
+    comes first.
 
     Args:
-        metric: As for `read_jobs`.
+        directories: Runs, or parents of runs one or two levels below.
+        metric: The objective (see `read_jobs`).
     """
     found, _ = read_with_failures(directories, metric)
     jobs = [job for group in replicates(found) for job in group.jobs]
@@ -60,7 +61,7 @@ def _job(job: RunRecord) -> dict[str, Any]:
     result = {}
     for key, value in job.result.items():
         if type(value) in (int, float):
-            result[cut(str(key), LONGEST)] = value if number(value) is not None else None
+            result[cut(str(key), MAX_LENGTH)] = value if number(value) is not None else None
     return {
         "name": job.name,
         "directory": str(job.directory),

@@ -1,4 +1,4 @@
-"""The table of a sweep as text: a row for each job, or for each group of replicates."""
+"""Write the report of a sweep as text: a row for each job, or for each group of replicates."""
 
 from mingpt_ddp.errors import counted, printable
 from mingpt_ddp.metrics.text_table import table_lines
@@ -18,12 +18,12 @@ from mingpt_ddp.study.results.results import Results
 from mingpt_ddp.study.results.runs import known, why_no_best
 from mingpt_ddp.study.results.stats.intervals import Estimate
 
-COLUMNS = 8  # number of parameters in the table; the page has all parameters
-Cells = dict[str, str]  # the cells of a row by title; all rows have the same titles
+MAX_PARAMETERS = 8  # number of parameters that the table shows; the page shows all
+Cells = dict[str, str]  # the cells of a row by title of their column; all rows have the same titles
 
 
 def table(results: Results, is_run: bool) -> str:
-    """Return a line per job or group, best first, and the command line of the best.
+    """Return a line for each job or group, best first, then notes and the command of the best job.
 
     Args:
         is_run: True if the user has named one run, so that there is nothing to compare.
@@ -33,12 +33,14 @@ def table(results: Results, is_run: bool) -> str:
     rows = []
     for group in results.groups:
         star = "*" if group is best and not is_run else ""
-        cells = cells_of(results, group, keys[:COLUMNS], short=True)
+        cells = cells_of(results, group, keys[:MAX_PARAMETERS], short=True)
         rows.append({"": star, **cells, "job": cut(group.name)})
     head, body = used_columns(rows)
     lines = table_lines([head, *body], left=(head.index("status"), len(head) - 1))
-    if len(keys) > COLUMNS:
-        lines.append(f"and {len(keys) - COLUMNS} more parameters: {', '.join(keys[COLUMNS:])}")
+    if len(keys) > MAX_PARAMETERS:
+        lines.append(
+            f"and {len(keys) - MAX_PARAMETERS} more parameters: {', '.join(keys[MAX_PARAMETERS:])}"
+        )
     lines += [f"note: {note}" for note in [*results.notes, *results.unread]]
     if not is_run:
         lines += _best_lines(results, best)
@@ -49,6 +51,7 @@ def table(results: Results, is_run: bool) -> str:
 
 
 def _best_lines(results: Results, best: Group | None) -> list[str]:
+    """Name the best job or group. Explain if there is none."""
     if best is None:
         return [why_no_best(results.jobs)]
     if not results.has_replicates:
@@ -57,20 +60,21 @@ def _best_lines(results: Results, best: Group | None) -> list[str]:
     lines = [f"best: {mean}; its best seed is {best.first.directory}"]
     if len(results.groups) > 1:
         lines.append(
-            f"`{compare_command(results.directories, results.objective)}` tests whether others "
-            "differ from it"
+            f"`{compare_command(results.directories, results.objective)}` tests whether other "
+            "settings differ from it"
         )
     return lines
 
 
 def cells_of(results: Results, group: Group, keys: list[str], *, short: bool) -> Cells:
-    """Format the row of a group, by title.
+    """Format the row of a group. Return its cells by the title of their column.
 
     With replicates, the row has the mean objective with its interval, deviation and number of
     seeds, the median speed, and the sums of the faults and times of all jobs.
 
     Args:
-        short: Use narrow titles for a terminal, and the keys of parameters instead of words.
+        keys: The parameters to show.
+        short: Use narrow titles for a terminal, and keys of parameters instead of words.
     """
     objective = results.objective
     names = short_names(results.keys)
@@ -99,13 +103,14 @@ def cells_of(results: Results, group: Group, keys: list[str], *, short: bool) ->
 
 
 def _value(group: Group) -> str:
-    """Format the objective, in parentheses if the jobs are incomplete."""
+    """Format the objective of a group. A last value is in parentheses if no job is complete."""
     value = fixed(group.value, ".4f")
     is_last = group.value is not None and group.objective is None
     return f"({value})" if is_last else value
 
 
 def _steps(group: Group) -> str:
+    """Format the last steps of the jobs, such as `100` or `80-100`."""
     steps = known(job.step for job in group.jobs)
     if not steps:
         return "-"
@@ -114,13 +119,13 @@ def _steps(group: Group) -> str:
 
 
 def with_interval(estimate: Estimate) -> str:
-    """Format a mean as `2.1000 ± 0.0500`, or without the second number if there is no interval."""
+    """Format a mean as `2.1000 ± 0.0500`, or as `2.1000` if it has no interval."""
     mean = fixed(estimate.mean, ".4f")
     return mean if estimate.half_width is None else f"{mean} ± {fixed(estimate.half_width, '.4f')}"
 
 
 def used_columns(rows: list[Cells]) -> tuple[list[str], list[list[str]]]:
-    """Return the titles and the cells of a table, without columns that are empty in all rows."""
+    """Drop columns that are empty in all rows. Return the other titles and their cells."""
     titles = []
     for title in rows[0] if rows else ():
         if any(row[title] not in ("", "-") for row in rows):

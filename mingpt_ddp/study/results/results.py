@@ -1,4 +1,4 @@
-"""Read, group and annotate the jobs in some directories, for a report."""
+"""Read the jobs in some directories, group them, and collect notes on them, for a report."""
 
 import contextlib
 import itertools
@@ -29,21 +29,22 @@ from mingpt_ddp.study.results.notes import (
 from mingpt_ddp.study.results.objective import Objective
 from mingpt_ddp.study.results.runs import RunRecord, is_locked, known, number, read_jobs, varying
 
-MOST_OF_REASON = 300  # characters
-MULTIRUN = "multirun.yaml"  # Hydra's configuration of the last start of a sweep
+MAX_REASON = 300  # longest reason of a failure in a note, in characters
+MULTIRUN = "multirun.yaml"  # file in which Hydra records the last start of a sweep
 MAX_MULTIRUN_BYTES = 1 << 20
+# Matches a key that a search samples on a logarithmic scale, such as optimizer.lr=tag(log, ...).
 SEARCHED_BY_LOGARITHM = re.compile(r"([\w.]+)(?:=|: )\W?tag\(\s*log\b")
 
 
 @dataclass(frozen=True)
 class Results:
-    """The jobs of a report, the groups that it compares, and notes on both."""
+    """The jobs of a report, the groups that the report compares, and notes on both."""
 
-    jobs: list[RunRecord]  # best first
-    groups: list[Group]  # best first; each job alone if there are no replicates
+    jobs: list[RunRecord]  # the best job comes first
+    groups: list[Group]  # the best group comes first; without replicates, each job is a group
     keys: list[str]  # the parameters in which the groups differ
-    notes: list[str]  # on the comparison of the groups
-    directories: list[Path] = field(default_factory=list)  # from the command line
+    notes: list[str]  # notes on the comparison of the groups
+    directories: list[Path] = field(default_factory=list)  # directories from the command line
 
     @property
     def objective(self) -> Objective:
@@ -52,21 +53,22 @@ class Results:
 
     @cached_property
     def has_replicates(self) -> bool:
+        """True if any group has several seeds."""
         return has_replicates(self.groups)
 
     @property
     def only_job(self) -> RunRecord | None:
-        """The job if there is only one, so that there is nothing to compare."""
+        """The job if there is only one job, so that there is nothing to compare. None otherwise."""
         return self.jobs[0] if len(self.jobs) == 1 else None
 
     @property
     def unread(self) -> list[str]:
-        """Notes on the files of the jobs that cannot be read."""
+        """Notes on files of the jobs that cannot be read."""
         return [note for job in self.jobs for note in job.notes]
 
     @property
     def is_running(self) -> bool:
-        """True if a process trains a job, or is between two jobs of a sweep."""
+        """True if a process is training a job, or is between two jobs of a sweep."""
         return any(map(is_locked, [*self.directories, *(job.directory for job in self.jobs)]))
 
     @property
@@ -102,11 +104,11 @@ def read_results(
 
     Args:
         directories: Runs, or parents of runs one or two levels below.
-        metric: As for `read_jobs`.
-        accept_code: Group results together although different code of the user has trained them.
+        metric: The objective (see `read_jobs`).
+        accept_code: Group results together even if the user's code has changed between them.
 
     Raises:
-        RunError: One of them holds no run, or no run has the metric.
+        RunError: A directory holds no run, or no run has the metric.
     """
     jobs, failures = read_with_failures(directories, metric, accept_code)
     recipes = replicates(jobs)
@@ -114,13 +116,15 @@ def read_results(
     objective = jobs[0].ranked_by
     notes = [f"ranked by {objective.title}: {objective.note}"] if objective.note else []
     notes += comparison_notes(jobs) + minutes_notes(groups)
-    if edited := dict.fromkeys(name for job in jobs for name in job.edited):
-        notes.append(f"old code: results from before the last change of {cut(', '.join(edited))}")
+    if changed_code := dict.fromkeys(name for job in jobs for name in job.changed_code):
+        notes.append(
+            f"old code: results from before the last change of {cut(', '.join(changed_code))}"
+        )
     if has_replicates(groups):
         notes += pooling_notes(groups) + diverged_notes((cut(each.name), each) for each in groups)
     for failure in failures:
         times = "once" if failure.count == 1 else f"{failure.count} times"
-        notes.append(f"{cut(failure.label)} failed {times}: {cut(failure.reason, MOST_OF_REASON)}")
+        notes.append(f"{cut(failure.label)} failed {times}: {cut(failure.reason, MAX_REASON)}")
     notes += best_notes(groups)
     return Results(jobs, groups, varying(groups), notes, [*directories])
 
@@ -131,19 +135,21 @@ def read_with_failures(
     """Read the jobs in these directories, best first, and the recorded failures of their sweeps.
 
     Args:
-        metric: As for `read_jobs`.
+        directories: Runs, or parents of runs one or two levels below.
+        metric: The objective (see `read_jobs`).
+        accept_code: Group results together even if the user's code has changed between them.
 
     Raises:
-        RunError: One of them holds no run, or no run has the metric.
+        RunError: A directory holds no run, or no run has the metric.
     """
     failures = [failure for each in directories for failure in read_failures(each)]
     failed = {failure.directory for failure in failures}
     jobs = read_jobs([*directories], metric, accept_code)
     if accepts_code(jobs):
-        jobs = [replace(job, edited=[]) for job in jobs]
+        jobs = [replace(job, changed_code=[]) for job in jobs]
     return [_failed(job) if job.directory.name in failed else job for job in jobs], failures
 
 
 def _failed(job: RunRecord) -> RunRecord:
-    """Give a job the status "failed", unless it has ended in another way since."""
+    """Change the status of a job to "failed", unless it has ended in another way since then."""
     return replace(job, status="failed") if job.status in ("stopped", "unfinished") else job

@@ -18,7 +18,7 @@ from mingpt_ddp.config.recorded import PLACES, with_defaults
 from mingpt_ddp.config.validation import hint_at
 from mingpt_ddp.errors import DataError, RunError
 from mingpt_ddp.metrics.jsonl import METRICS, MetricsHistory, read_history
-from mingpt_ddp.storage.code_identity import changed_files, recorded_code, user_code
+from mingpt_ddp.storage.code_identity import changed_files, recorded_code, user_code_digest
 from mingpt_ddp.storage.run_directory import RESULT, read_result, recorded_config
 from mingpt_ddp.storage.storage import open_regular
 from mingpt_ddp.storage.sweep_file import recorded_metric
@@ -33,47 +33,48 @@ from mingpt_ddp.study.results.objective import (
 T = TypeVar("T")
 K = TypeVar("K")
 Value = bool | int | float | str | list[Any] | None
-RUN_FILES = ("config.yaml", METRICS, RESULT)  # a directory with one of them is a run
-PRESETS = ("model", "optimizer", "data")  # groups whose key `name` identifies the preset
+RUN_FILES = ("config.yaml", METRICS, RESULT)  # a directory with one of these files is a run
+PRESETS = ("model", "optimizer", "data")  # groups of keys whose `name` identifies the preset
 ACCEPT_CODE = "run.accept_code"
-DIVERGED = "diverged"  # status of a job whose loss is not finite at its end
-LARGEST = 1e100  # larger numbers count as unknown
-MAX_JSON_CHARS = 1000  # characters of a value that is not a scalar; longer ones are cut
+DIVERGED = "diverged"  # status of a job whose last loss is not finite
+MAX_NUMBER = 1e100  # larger numbers count as unknown
+MAX_JSON_CHARS = 1000  # longest text of a value that is not a scalar; longer texts are cut
 
 
 @dataclass(frozen=True)
 class MetricsSummary:
-    """The part of a job's `metrics.jsonl` that every report needs."""
+    """A summary of a job's `metrics.jsonl`, which every report needs."""
 
     last: dict[str, float] = field(default_factory=dict)  # the last finite value of each key
     last_step: int | None = None  # the last step with a measurement
-    speed: float | None = None  # the median over the log steps, in units per second over all ranks
-    # The number of attempts that a preemption or a kill ended and another followed. None if no
-    # attempt is recorded.
+    # Tokens or samples per second over all ranks, as the median over the log steps.
+    speed: float | None = None
+    # Number of attempts that ended early, by a preemption or a kill, and were followed by another
+    # attempt. None if no attempt is recorded.
     faults: int | None = None
-    began: float = math.inf  # when the first attempt began, in seconds since 1970
+    began: float = math.inf  # Unix time in seconds at which the first attempt began
     has_diverged: bool = False  # True if the last training loss is not finite
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run, complete or not."""
+    """One run, which may be incomplete, as its files record it."""
 
-    name: str  # its directory, relative to the one named on the command line
+    name: str  # the run's directory, relative to the directory from the command line
     directory: Path
-    # complete, preempted or pruned, as in result.json; or diverged, running, stopped, unfinished
+    # complete, preempted or pruned, as in result.json, or diverged, running, stopped or unfinished
     status: str
     config: dict[str, Value]  # configuration of the last start, by dotted key
-    result: dict[str, Any]
+    result: dict[str, Any]  # content of result.json
     metrics: MetricsSummary
-    notes: list[str]  # on files that cannot be read
+    notes: list[str]  # notes on files that cannot be read
     ranked_by: Objective = LOSS
     # The user's files that have changed since the job was trained.
-    edited: list[str] = field(default_factory=list)
+    changed_code: list[str] = field(default_factory=list)
 
     @cached_property
     def objective(self) -> float | None:
-        """The final value of the objective. Only a complete job has one."""
+        """The final value of the objective. None if the job is not complete."""
         return self.value if self.status == "complete" else None
 
     @cached_property
@@ -87,6 +88,7 @@ class RunRecord:
         return self._last(LOSS)
 
     def _last(self, measured: Objective) -> float | None:
+        """Return the final value of a number, or its last value if the job is not complete."""
         if self.status == DIVERGED:
             return None
         if self.status != "complete" and measured.series in self.metrics.last:
@@ -101,14 +103,14 @@ class RunRecord:
 
     @cached_property
     def unit(self) -> str:
-        """The unit of the data: samples, or tokens."""
+        """The unit in which the data is counted: samples or tokens."""
         return _unit(self.metrics.last)
 
     @property
     def history(self) -> MetricsHistory:
-        """The measurements, or an empty history if they cannot be read.
+        """The measurements of the job, or an empty history if they cannot be read.
 
-        Only the last history stays in memory, because a report may have 1,000 jobs.
+        Only the history that was read last stays in memory, because a report may have 1,000 jobs.
         """
         try:
             return _history(self.directory / METRICS)
@@ -117,10 +119,10 @@ class RunRecord:
 
     @cached_property
     def code(self) -> str:
-        """Digits that identify the versions of the user's files that trained the job, or ""."""
+        """Digits that identify the versions of the user's files that trained the job. May be ""."""
         record = recorded_code(self.result)
         earlier = [str(each)[:8] for each in record.get("earlier", [])]
-        return "+".join(filter(None, [*earlier, user_code(record)]))
+        return "+".join(filter(None, [*earlier, user_code_digest(record)]))
 
 
 def read_jobs(
@@ -130,13 +132,13 @@ def read_jobs(
 
     Args:
         directories: Runs, or parents of runs one or two levels below.
-        metric: The objective, as `sweep.metric` names it. None takes the metric of the sweeps that
-            the jobs belong to, if it is the same in all, or else the validation loss (bits per byte
-            if the tokenizers of the jobs differ).
+        metric: The objective, written as in `sweep.metric`. If it is None and the sweeps of all
+            jobs have the same metric, that metric is the objective. Otherwise the objective is the
+            validation loss, or bits per byte if the tokenizers of the jobs differ.
         accept_code: Read all jobs as if they had run.accept_code=true.
 
     Raises:
-        RunError: One of them is not a directory or contains no run, or no run has the metric.
+        RunError: A path is not a directory, a directory contains no run, or no run has the metric.
     """
     runs_by_path: dict[Path, tuple[Path, str]] = {}
     for directory in directories:
@@ -173,7 +175,7 @@ def read_jobs(
 
 
 def _numbers(job: RunRecord) -> list[str]:
-    """List the names of a job's possible metrics: those in its result, or else those it logged."""
+    """List the numbers that could rank a job: in its result, or else in its logged metrics."""
     names = [str(key) for key, value in job.result.items() if number(value) is not None]
     return names or [name for name in job.metrics.last if name.startswith(("val_", "train_"))]
 
@@ -189,7 +191,7 @@ def why_no_best(jobs: list[RunRecord]) -> str:
 
 
 class Row(Protocol):
-    """A job, or a group of jobs."""
+    """A job or a group of jobs, as a row of a table."""
 
     @property
     def name(self) -> str: ...
@@ -204,7 +206,7 @@ class Row(Protocol):
 
 
 def by_objective(row: Row) -> tuple[bool, bool, float, str]:
-    """Return a sort key for rows. Rows without an objective come last, by their last values."""
+    """Return a sort key for rows. Rows without an objective come last, sorted by last value."""
     cost = None if row.value is None else row.ranked_by.cost(row.value)
     return row.objective is None, *by_value(cost), row.name
 
@@ -215,9 +217,10 @@ def by_value(value: float | None) -> tuple[bool, float]:
 
 
 def varying(jobs: Sequence[Row]) -> list[str]:
-    """List the keys whose values differ between jobs, or between groups.
+    """List the keys whose values differ between jobs, or between groups of jobs.
 
-    Storage locations do not count, nor do keys that only follow from their group's preset.
+    Storage locations do not count. A key of a preset counts only if it differs between rows with
+    the same preset.
     """
     values: dict[str, dict[Hashable, set[Hashable]]] = {}  # by key, then by preset
     for job in jobs:
@@ -236,7 +239,7 @@ def varying(jobs: Sequence[Row]) -> list[str]:
 
 
 def find_runs(directory: Path) -> list[Path]:
-    """List the runs in a directory and one and two levels below.
+    """List the runs among a directory and its subdirectories, one and two levels below.
 
     Hidden and unreadable directories are skipped.
     """
@@ -251,6 +254,12 @@ def is_run(path: Path) -> bool:
 
 
 def _read(path: Path, name: str) -> RunRecord:
+    """Read the files of a run.
+
+    Args:
+        path: The run directory.
+        name: Name of the run in the report.
+    """
     result = read_result(path)
     config = recorded_config(path) or {}
     metrics = MetricsSummary()
@@ -267,24 +276,28 @@ def _read(path: Path, name: str) -> RunRecord:
     for group, keys in (with_defaults(config) if config else {}).items():
         for key, value in keys.items():
             flat[f"{plain(group)}.{plain(key)}"] = plain(value)
-    if flat.get("run.resume") == "never":  # it only chose another directory
+    # run.resume=never only chose a new directory. It does not distinguish jobs.
+    if flat.get("run.resume") == "never":
         flat["run.resume"] = "auto"
-    edited = _edited(recorded_code(result))
+    changed_code = _changed_code(recorded_code(result))
     status = _status(path, result, metrics)
-    return RunRecord(name, path, status, flat, result, metrics, notes, edited=edited)
+    return RunRecord(name, path, status, flat, result, metrics, notes, changed_code=changed_code)
 
 
-def _edited(code: dict[str, Any]) -> list[str]:
-    """List the user's files in a record that have changed since.
+def _changed_code(code: dict[str, Any]) -> list[str]:
+    """List the user's files that have changed since they were recorded.
 
-    Return [] in a working directory that has none of these files.
+    Return [] if the working directory has none of these files.
+
+    Args:
+        code: Record of the code in a result.json.
     """
     is_known = any(map(os.path.exists, code.get("files", {})))
     return changed_files(code) if is_known else []
 
 
 def _history(path: Path) -> MetricsHistory:
-    """Read a history. If it was the last one read and the file has not changed, return it again."""
+    """Read a history. Reuse the history that was read last, unless the file has changed."""
     stat = path.stat()
     return _history_of(path, stat.st_size, stat.st_mtime_ns)
 
@@ -295,6 +308,7 @@ def _history_of(path: Path, size: int, mtime_ns: int) -> MetricsHistory:
 
 
 def _summary(history: MetricsHistory) -> MetricsSummary:
+    """Summarize the measurements of a run."""
     last = {}
     for row in history.rows:
         for key, value in row.items():
@@ -312,13 +326,14 @@ def _summary(history: MetricsHistory) -> MetricsSummary:
 
 
 def _unit(names: Container[str]) -> str:
+    """Return the unit of the data, given the names of the run's metrics."""
     return "samples" if "samples_per_s" in names else "tokens"
 
 
 def _status(path: Path, result: dict[str, Any], metrics: MetricsSummary) -> str:
     """Return the status of a run. It is "running" if a process holds the lock of the directory.
 
-    The lock comes first, because a complete run that continues with larger limits still has its
+    The lock is checked first: a complete run that continues with larger limits still has its
     earlier result.
     """
     locked = is_locked(path)
@@ -335,7 +350,8 @@ def _status(path: Path, result: dict[str, Any], metrics: MetricsSummary) -> str:
 def is_locked(path: Path) -> bool | None:
     """Return True if a process holds the lock of a directory.
 
-    Return None if that is unknown: copies have no lock, and some filesystems lack flock.
+    Return None if this cannot be known. Copies of runs have no lock, and some filesystems do not
+    support flock.
     """
     try:
         with open_regular(path / ".lock") as lock:
@@ -348,7 +364,7 @@ def is_locked(path: Path) -> bool | None:
 
 
 def plain(value: Any) -> Value:
-    """Return scalars and lists of scalars unchanged.
+    """Convert an untrusted value of a configuration to a scalar or a list of scalars.
 
     Other lists and mappings become JSON. Everything else becomes the name of its type.
     """
@@ -356,7 +372,7 @@ def plain(value: Any) -> Value:
         is_flat = not any(isinstance(item, (list, dict)) for item in value)
         if is_flat:
             return [plain(item) for item in value]
-    if isinstance(value, (list, dict)) and value:  # data.sources and data.val_paths
+    if isinstance(value, (list, dict)) and value:  # such as data.sources and data.val_paths
         with contextlib.suppress(ValueError, RecursionError):
             return _shortened(json.dumps(value, default=str))
     if value is None or isinstance(value, (bool, str)) or number(value) is not None:
@@ -372,17 +388,17 @@ def _shortened(text: str) -> str:
 
 
 def number(value: Any) -> float | None:
-    """Return a finite number below LARGEST as a float, and None for anything else."""
-    return float(value) if type(value) in (int, float) and abs(value) < LARGEST else None
+    """Convert a finite number below MAX_NUMBER to a float. Return None for anything else."""
+    return float(value) if type(value) in (int, float) and abs(value) < MAX_NUMBER else None
 
 
 def known(values: Iterable[T | None]) -> list[T]:
-    """Return the values that are not None."""
+    """Drop the values that are None."""
     return [value for value in values if value is not None]
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Return the items of each key, in their order."""
+    """Group the items by their key. The items of a group keep their order."""
     groups: dict[K, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -390,5 +406,5 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def identity(value: Value) -> Hashable:
-    """Return a key that is equal for equivalent values: for 1 and 1.0, but not for 1 and true."""
+    """Return a hashable key. Equal values have equal keys: 1 and 1.0, but not 1 and true."""
     return isinstance(value, bool), tuple(value) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""The record of a comparison that ends as soon as it is decided (`until=decided`)."""
+"""Keep the record of a comparison that ends as soon as it is decided (`until=decided`)."""
 
 import logging
 import math
@@ -25,12 +25,12 @@ class SequentialRecord:
     settings: list[str]  # label of each setting
     seeds: list[str]  # each seed as text, in the order in which the pairs are tested
     metric: str | None  # sweep.metric
-    care: float | None  # sweep.care, or care of the command `versions`
+    care: float | None  # sweep.care, or the option care of the command `versions`
     # Name of the run directory for each label and seed.
     runs: dict[str, dict[str, str]] = field(default_factory=dict)
     # The pairs on which each decision rests, by label of the decided setting.
     decided: dict[str, list[Pair]] = field(default_factory=dict)
-    # Values of the keys, in JSON's types, that all settings share and that change the results.
+    # Keys that change the results and have the same value in all settings, with their JSON values.
     fixed: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -42,7 +42,7 @@ class SequentialRecord:
         return SequentialTest(len(self.settings) - 1, self.care)
 
     def setting_of(self, directory: Path) -> str | None:
-        """Return the label of the setting to which a run directory belongs, or None."""
+        """Return the label of the setting that a run directory belongs to, or None."""
         for label, names in self.runs.items():
             if directory.name in names.values():
                 return label
@@ -51,13 +51,13 @@ class SequentialRecord:
     def pairs(
         self, reference: Mapping[str, float], other: Mapping[str, float]
     ) -> tuple[list[Pair], str | None]:
-        """Pair the costs of two settings by seed, up to the first seed for which one has no cost.
+        """Pair the costs of two settings by seed, up to the first seed without both costs.
 
         Args:
             reference, other: The cost of each seed. The seeds are text, as in `seeds`.
 
         Returns:
-            The pairs, and the first seed without a pair. It is None if all seeds have one.
+            The pairs, and the first seed without a pair, or None if all seeds have a pair.
         """
         pairs = list[Pair]()
         for seed in self.seeds:
@@ -69,10 +69,10 @@ class SequentialRecord:
 
 
 def read_sequential(directory: Path) -> SequentialRecord | None:
-    """Read the record in the directory of a comparison. The file is untrusted.
+    """Read the record in the directory of a comparison. Its file is untrusted.
 
     Returns:
-        None if the directory records no comparison with until=decided, or if it cannot be read.
+        None if the directory has no record of until=decided, or if the record cannot be read.
     """
     values = recorded_until_decided(directory)
     try:
@@ -101,6 +101,11 @@ def read_sequential(directory: Path) -> SequentialRecord | None:
 
 
 def _number(value: Any) -> float:
+    """Convert a recorded number to a float.
+
+    Raises:
+        ValueError: The value is not a finite number.
+    """
     found = number(value)
     if found is None:
         raise ValueError
@@ -108,27 +113,26 @@ def _number(value: Any) -> float:
 
 
 class SequentialComparison:
-    """Decides which settings need more seeds.
+    """Decide which settings of a comparison need more seeds.
 
-    Each decision is written to sweep.json before another job starts.
+    Each decision is written to sweep.json before the next job starts.
     """
 
     def __init__(self, directory: Path, file: SweepFile, rule: SequentialRecord) -> None:
-        """Begin a comparison, or go on with the recorded one.
+        """Begin a comparison, or continue the recorded one.
 
         Args:
             directory: Directory that holds the runs.
             file: The sweep file of this directory.
-            rule: A record that has no runs and no decisions yet, with as many seeds as
-                `check_seeds` asks for.
+            rule: A record without runs and decisions. It has enough seeds for `check_seeds`.
 
         Raises:
-            ConfigError: The directory records another rule.
+            ConfigError: The directory has a record with a different rule.
         """
         before = read_sequential(directory)
         if before is not None:
             _check_rule(directory, before, rule)
-            rule.seeds = max(before.seeds, rule.seeds, key=len)  # the order of seeds stays
+            rule.seeds = max(before.seeds, rule.seeds, key=len)  # the first seeds are the same
             rule.runs = before.runs
             rule.decided = before.decided
         self.record = rule
@@ -136,7 +140,7 @@ class SequentialComparison:
         self._costs: dict[str, dict[str, float]] = {label: {} for label in rule.settings}
         self._write()
 
-    def is_needed(self, label: str, failed: Collection[str] = ()) -> bool:
+    def needs_more_seeds(self, label: str, failed: Collection[str] = ()) -> bool:
         """Return True if a setting needs more seeds.
 
         The reference needs more seeds as long as another setting does. If a job of the reference
@@ -146,7 +150,7 @@ class SequentialComparison:
             label: Label of the setting.
             failed: Labels of the settings that have a failed job. They need no more seeds.
         """
-        # A result without the metric is infinite. It can decide nothing, like a failed job.
+        # A result without the metric has infinite cost. Like a failed job, it decides nothing.
         costs = self._costs.items()
         failed = {*failed, *(each for each, c in costs if math.inf in map(abs, c.values()))}
         undecided = [
@@ -175,7 +179,7 @@ class SequentialComparison:
         self._write()
 
     def _decide(self, other: str) -> None:
-        """Record and log a decision about this setting, if its pairs are enough for one."""
+        """Record and log the decision on a setting, if its pairs are enough to decide."""
         record = self.record
         pairs, _ = record.pairs(self._costs[record.reference], self._costs[other])
         n = record.test.decided_after(pairs)
@@ -199,25 +203,25 @@ class SequentialComparison:
 
 
 def check_seeds(n_settings: int, n_seeds: int) -> None:
-    """Refuse too few seeds to decide anything.
+    """Check that there are enough seeds to decide anything.
 
     Raises:
-        ConfigError: The message says how many seeds are needed.
+        ConfigError: There are too few seeds. The message says how many are needed.
     """
     comparisons = n_settings - 1
-    least = SequentialTest(comparisons).least_pairs
+    needed = SequentialTest(comparisons).min_pairs
     check(
-        n_seeds >= least,
+        n_seeds >= needed,
         f"until=decided cannot decide {comparisons} comparison{'s' * (comparisons > 1)} with "
-        f"{n_seeds} seeds: give {least} or more, better 12",
+        f"{n_seeds} seeds; give at least {needed} seeds, or better 12",
     )
 
 
 def _check_rule(directory: Path, before: SequentialRecord, now: SequentialRecord) -> None:
-    """Refuse a rule that differs from the recorded one, except for more seeds at the end.
+    """Check that a rule is the recorded one. Only seeds may be added at the end.
 
     Raises:
-        ConfigError: The message names what differs.
+        ConfigError: The rules differ. The message names the difference.
     """
     shorter = min(len(before.seeds), len(now.seeds))
     check(
@@ -225,7 +229,7 @@ def _check_rule(directory: Path, before: SequentialRecord, now: SequentialRecord
         f"{directory} was begun with until=decided and seeds {', '.join(before.seeds)} in this "
         "order; add seeds at the end only",
     )
-    advice = "restore that, or begin in another directory"
+    advice = "restore the first value, or begin in another directory"
     rules = [
         {"settings": each.settings, "metric": each.metric, "care": each.care, **each.fixed}
         for each in (before, now)

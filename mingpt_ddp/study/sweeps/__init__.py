@@ -1,1 +1,1 @@
-"""Hydra multirun: pre-flight, job directories, search, and the report of the results."""
+"""Sweeps (Hydra's multirun): check the jobs, run them, and search for good settings."""

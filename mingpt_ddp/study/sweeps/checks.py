@@ -1,4 +1,4 @@
-"""The checks of a sweep before its first job: Hydra's settings, the overrides, the values."""
+"""Check the overrides and values of a sweep before its first job."""
 
 import itertools
 import random
@@ -22,38 +22,38 @@ from mingpt_ddp.distributed.device.machine import check_machine
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.process.env import DistEnv
 
-# Keys that only a search uses.
-OF_SEARCH = ("sweep.trials", "sweep.seed", "sweep.sampler_settings")
-# Of a key with more values, only so many first ones and the last one are checked.
+# Keys that only a search may set.
+SEARCH_KEYS = ("sweep.trials", "sweep.seed", "sweep.sampler_settings")
+# If a key has more values than this, check only this many first values and the last one.
 MAX_CHECKED_VALUES = 32
 
 
-def has_own_sweeper(config: DictConfig) -> bool:
-    """Return True if this package runs the jobs, because no other sweeper of Hydra is chosen."""
+def uses_our_sweeper(config: DictConfig) -> bool:
+    """Return True if this package's sweeper runs the jobs, and not another sweeper of Hydra."""
     return bool(config.hydra.sweeper._target_ == hydra_utils.SWEEPER)
 
 
 def parse_overrides(config: DictConfig) -> list[Override]:
-    """Parse the overrides of the sweep, beginning with the overrides of its preset.
+    """Parse the overrides of the sweep: first those in its preset, then the command line.
 
     If a key has several overrides, the last one counts, as in Hydra.
     """
     params = OmegaConf.select(config, "hydra.sweeper.params") or {}
-    words = [*(f"{key}={value}" for key, value in params.items()), *config.hydra.overrides.task]
+    texts = [*(f"{key}={value}" for key, value in params.items()), *config.hydra.overrides.task]
     parser = OverridesParser.create(GlobalHydra.instance().config_loader())
-    by_key = {override.get_key_element(): override for override in parser.parse_overrides(words)}
+    by_key = {override.get_key_element(): override for override in parser.parse_overrides(texts)}
     overrides = list(by_key.values())
     for override in overrides:
         check(expand(override), f"{override.input_line} has no values to sweep over")
-        if config.sweep.sampler is not None or not has_own_sweeper(config):
+        if config.sweep.sampler is not None or not uses_our_sweeper(config):
             continue
         if override.is_interval_sweep():
             raise ConfigError(
-                f"{override.input_line} is for a search: add sweep=optuna, or list values"
+                f"{override.input_line} is only for a search: add sweep=optuna, or list values"
             )
         check(
-            override.get_key_element() not in OF_SEARCH,
-            f"{override.input_line} is used by a search only: add sweep=optuna, or leave it out",
+            override.get_key_element() not in SEARCH_KEYS,
+            f"{override.input_line} is only for a search: add sweep=optuna, or leave it out",
         )
     return overrides
 
@@ -61,13 +61,14 @@ def parse_overrides(config: DictConfig) -> list[Override]:
 def check_jobs(
     hydra: DictConfig, overrides: list[Override], zipped: Sequence[str], env: DistEnv
 ) -> list[Config]:
-    """Compose and check a selection of the jobs.
+    """Compose some jobs of the sweep, and check their configurations.
 
-    The first job has the first value of each key. Then each other value of a key is checked with
-    the first values of all other keys. See MAX_CHECKED_VALUES for keys with many values.
+    The first job has the first value of each key. After that, each other value of a key has one
+    job, with the first values of all other keys. See MAX_CHECKED_VALUES for keys with many values.
 
     Args:
-        zipped: The keys of `sweep.zip`.
+        hydra: Hydra's own configuration.
+        zipped: The keys in `sweep.zip`.
 
     Returns:
         The configurations of these jobs. The first job comes first.
@@ -76,11 +77,11 @@ def check_jobs(
         ConfigError: A job is invalid.
     """
     configs = []
-    # Other overrides of Hydra's own keys do not change a job.
-    search = [w for w in hydra.overrides.hydra if hydra_utils.key_of(w) == "hydra.searchpath"]
+    # No other override of Hydra's own keys changes a job.
+    search_path = [w for w in hydra.overrides.hydra if hydra_utils.key_of(w) == "hydra.searchpath"]
     try:
         for job in _checked_jobs(choices(overrides, zipped)):
-            composed = compose(hydra.job.config_name, [*search, *job])
+            composed = compose(hydra.job.config_name, [*search_path, *job])
             configs.append(to_job(composed, hydra, job).config)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error)) from error
@@ -90,26 +91,27 @@ def check_jobs(
     starts_workers = any(config.ddp.nproc_per_node for config in configs)
     check(
         not starts_workers or env.is_standalone or env.has_local_rank,
-        "ddp.nproc_per_node cannot sweep where RANK is set; leave it out, and start the ranks with "
-        "torchrun",
+        "ddp.nproc_per_node cannot start workers for a sweep if RANK is set; leave it out, and "
+        "start the ranks with torchrun",
     )
     check(
         len({(config.run.root, config.run.name) for config in configs}) == 1,
-        "run.root and run.name must be the same for all jobs of a sweep; they name its directory",
+        "run.root and run.name must be the same for all jobs of a sweep, because they name the "
+        "directory of the sweep; give each of them one value",
     )
     name = configs[0].run.name
     check(
         name is None or "/" not in name,
-        f"run.name={name} must be one name in a sweep: it holds the jobs' directories",
+        f"run.name={name} must not contain a / in a sweep; it names the directory of all jobs",
     )
     return configs
 
 
 def _checked_jobs(values: list[list[list[str]]]) -> Iterator[list[str]]:
-    """Yield the overrides of the jobs to check.
+    """Yield the overrides of each job that `check_jobs` checks.
 
     Args:
-        values: As `choices` returns them.
+        values: The result of `choices`.
     """
     first = [each[0] for each in values]
     yield [*itertools.chain(*first)]
@@ -122,10 +124,10 @@ def _checked_jobs(values: list[list[list[str]]]) -> Iterator[list[str]]:
 
 
 def check_zip(config: DictConfig, overrides: list[Override]) -> list[str]:
-    """Return the keys of `sweep.zip`, which have equally many values.
+    """Return the keys in `sweep.zip`, after a check that all have the same number of values.
 
     Raises:
-        ConfigError: They do not, or one of them has a single value.
+        ConfigError: The numbers of values differ, or a key has no list of values.
     """
     zipped = config.sweep.zip
     check(
@@ -134,7 +136,7 @@ def check_zip(config: DictConfig, overrides: list[Override]) -> list[str]:
     )
     keys = [*map(str, zipped or ())]
     check(
-        not keys or (config.sweep.sampler is None and has_own_sweeper(config)),
+        not keys or (config.sweep.sampler is None and uses_our_sweeper(config)),
         "sweep.zip is for lists of values, not for a search or another sweeper; leave it out",
     )
     counts = {}
@@ -143,20 +145,21 @@ def check_zip(config: DictConfig, overrides: list[Override]) -> list[str]:
             counts[override.get_key_element()] = len(expand(override))
     for key in keys:
         hint = f", as in {key}=A,B" if key in known_keys() else suggest(key)
-        check(key in counts, f"sweep.zip has {key}, which has no list of values{hint}")
+        check(key in counts, f"sweep.zip names {key}, which has no list of values{hint}")
     lengths = [f"{key} has {counts[key]}" for key in keys]
     check(
         len({counts[key] for key in keys}) <= 1,
-        f"sweep.zip needs lists of the same length; {', '.join(lengths)} values",
+        f"sweep.zip needs lists of the same length, but {', '.join(lengths)} values",
     )
     return keys
 
 
 def choices(overrides: list[Override], zipped: Sequence[str]) -> list[list[list[str]]]:
-    """Return a list for each key. A job of the grid takes one item of each list.
+    """Return a list for each key of a grid. A job of the grid has one item from each list.
 
-    An item is the override of one value. The keys of `sweep.zip` vary together: they share one
-    list, at the place of the first of them, whose items have an override of each of these keys.
+    An item is a list with the override for one value. The keys in `sweep.zip` vary together, so
+    they share one list, at the position of the first of these keys. Each of its items has an
+    override for every one of these keys.
     """
     by_key = {override.get_key_element(): expand(override) for override in overrides}
     together = [by_key[key] for key in by_key if key in zipped]
@@ -171,24 +174,25 @@ def choices(overrides: list[Override], zipped: Sequence[str]) -> list[list[list[
 
 
 def is_seed(words: list[list[str]]) -> bool:
-    """Return True if a list that `choices` returned has overrides of run.seed and no other key."""
+    """Return True if a list that `choices` returned overrides run.seed and no other key."""
     return all(len(each) == 1 and hydra_utils.key_of(each[0]) == "run.seed" for each in words)
 
 
 def expand(override: Override) -> list[str]:
-    """Return one override per value of a sweep override.
+    """Split a sweep override into one override for each value.
 
-    For an interval, return both ends and a value between them.
+    For an interval, use both ends and a value between them.
     """
     if not override.is_sweep_override():
         return [str(override.input_line)]
-    random.seed(0)  # shuffle() must give the same order each time, on every rank and at every start
+    # Hydra's shuffle() must give the same order on every rank and at every start.
+    random.seed(0)
     value = override.value()
     key = override.get_key_element()
     if isinstance(value, IntervalSweep):
         start = value.start or 0
         end = value.end or 0
-        inside = start + 0.618 * (end - start)  # rarely a whole number, like sampled values
+        inside = start + 0.618 * (end - start)  # rarely a whole number, as with sampled values
         if isinstance(start, int) and isinstance(end, int):
             inside = int(inside)
         return [f"{key}={choice}" for choice in (start, inside, end)]

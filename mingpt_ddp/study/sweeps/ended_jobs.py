@@ -1,9 +1,9 @@
-"""Find out from its directory if a job of a sweep has already ended."""
+"""Find out if a job of a sweep has already ended, from its directory."""
 
 from mingpt_ddp.config.config import named_values
 from mingpt_ddp.config.job import Job, existing_name
 from mingpt_ddp.storage.run_directory import (
-    NOT_OF_A_RUN,
+    INVALID_RECORD_ERRORS,
     has_ended,
     read_result,
     recorded_config,
@@ -11,21 +11,21 @@ from mingpt_ddp.storage.run_directory import (
 from mingpt_ddp.storage.yaml_and_json import finite
 from mingpt_ddp.study.results.objective import Objective, objective_named
 from mingpt_ddp.study.sweeps.kept_results import KeptResults
-from mingpt_ddp.training.run_job import Known, Records
+from mingpt_ddp.training.run_job import JobRecord, Records
 
 
 class JobRecords(Records):
-    """The records of jobs as their own directories have them. Any process can read these."""
+    """Looks up jobs in their own directories, which any process can read."""
 
     def __init__(self) -> None:
-        self.kept = KeptResults()
+        self.kept_results = KeptResults()
 
-    def look_up(self, job: Job) -> Known:
+    def look_up(self, job: Job) -> JobRecord:
         job = job.with_run(name=existing_name(job))
         value = final_value(job, objective_named(job.config.sweep.metric))
         if value is not None:
-            self.kept.check(job.directory, job.config)
-        return Known(str(job.config.run.name), value)
+            self.kept_results.check(job.directory, job.config)
+        return JobRecord(str(job.config.run.name), value)
 
     def value_of(self, job: Job) -> float:
         return objective_named(job.config.sweep.metric).value(read_result(job.directory))
@@ -38,7 +38,7 @@ class JobRecords(Records):
 
 
 def final_value(job: Job, objective: Objective) -> float | None:
-    """Return the objective of a job that has ended for good with the same values, else None."""
+    """Return the objective of a job that has ended for good with these values, else None."""
     config = job.config
     result = read_result(job.directory)
     recorded = recorded_config(job.directory) or {}
@@ -48,5 +48,5 @@ def final_value(job: Job, objective: Objective) -> float | None:
         if named_values(recorded) != named_values(config.to_dict()):
             return None
         return None if finite(result["val_loss"]) is None else objective.value(result)
-    except NOT_OF_A_RUN:
+    except INVALID_RECORD_ERRORS:
         return None

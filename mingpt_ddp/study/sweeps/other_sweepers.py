@@ -21,10 +21,12 @@ def train_for_other_sweeper(
     """Train a job that another sweeper or an external launcher starts.
 
     Args:
-        sweep: None if the launcher has started this process.
+        sweep: The sweep if this process runs it. None if an external launcher has started this
+            process.
 
     Raises:
-        JobError: The job has failed; another one may follow.
+        JobError: The job has failed, and other jobs of the sweep may follow.
+        EndsProcess: No other job may follow in this process.
     """
     started_at = process_start_time() if job.number == 0 else time.monotonic()
     outcome = run_job(job, env, sweep or JobRecords(), started_at)

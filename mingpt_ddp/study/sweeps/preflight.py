@@ -1,4 +1,4 @@
-"""Check and lock a sweep before its first job."""
+"""Check a sweep and lock its directory before its first job."""
 
 import logging
 import os
@@ -34,19 +34,19 @@ from mingpt_ddp.study.results.sequential_record import SequentialRecord
 from mingpt_ddp.study.sweeps.checks import (
     check_jobs,
     check_zip,
-    has_own_sweeper,
     parse_overrides,
+    uses_our_sweeper,
 )
 from mingpt_ddp.study.sweeps.settings import check_settings, plan_slots
-from mingpt_ddp.study.sweeps.sources import check_search, number_of_jobs, source_of
+from mingpt_ddp.study.sweeps.sources import check_search, make_source, number_of_jobs
 from mingpt_ddp.study.sweeps.sweep import Sweep
-from mingpt_ddp.study.sweeps.until_decided import NeededJobs, rule_of
+from mingpt_ddp.study.sweeps.until_decided import NeededJobs, sequential_rule
 
 log = logging.getLogger(__name__)
 
 
 def start_sweep(config: DictConfig, env: DistEnv) -> Sweep:
-    """Check the sweep, lock its directory, and adapt Hydra's configuration.
+    """Check a sweep, lock its directory, and set its directory in Hydra's configuration.
 
     Raises:
         UserError: The sweep cannot run.
@@ -54,7 +54,7 @@ def start_sweep(config: DictConfig, env: DistEnv) -> Sweep:
     overrides = parse_overrides(config)
     zipped = check_zip(config, overrides)
     jobs = check_jobs(config.hydra, overrides, zipped, env)
-    is_ours = has_own_sweeper(config)
+    our_sweeper = uses_our_sweeper(config)
     first = jobs[0]
     # Disable Ray's usage reports, in case Ray is the launcher.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -67,19 +67,20 @@ def start_sweep(config: DictConfig, env: DistEnv) -> Sweep:
         refuse_unread_keys(keys, script)
         check(
             settings.pruner == "none",
-            "sweep.pruner needs the evaluations of main.py; leave it out over a script of your own",
+            "sweep.pruner does not work with a script of your own, because it needs "
+            "the evaluations of main.py; leave it out",
         )
         check(
-            settings.parallel == 1 and not is_remote and env.is_standalone and is_ours,
+            settings.parallel == 1 and not is_remote and env.is_standalone and our_sweeper,
             "a sweep over a script of your own runs its jobs one after another on this machine; "
             "leave out sweep.parallel, launchers, other sweepers and torchrun",
         )
     objective = default_objective(loss_unit(flatten(job.to_dict())) for job in jobs)
-    is_by_bits = settings.metric is None and objective is BITS_PER_BYTE
+    ranks_by_bits = settings.metric is None and objective is BITS_PER_BYTE
     given_metric = settings.metric
-    if is_by_bits:
+    if ranks_by_bits:
         settings = replace(settings, metric=objective.series)
-    slots = plan_slots(settings, jobs, own_directory) if is_ours and not is_remote else []
+    slots = plan_slots(settings, jobs, own_directory) if our_sweeper and not is_remote else []
     if own_directory is not None:
         is_single_run = env.call_on_rank_zero(lambda: is_run(own_directory))
         check(
@@ -90,33 +91,33 @@ def start_sweep(config: DictConfig, env: DistEnv) -> Sweep:
     first = replace(first, sweep=settings)
     if settings.is_search:
         check_search(first, overrides)
-    rule = rule_of(first, overrides)
+    rule = sequential_rule(first, overrides)
     lock = env.call_on_rank_zero(lambda: _lock(own_directory, script) if own_directory else None)
     sweep = Sweep(
         env=env,
         config=first,
         directory=directory,
-        planned=number_of_jobs(settings, overrides, is_ours),
+        planned=number_of_jobs(settings, overrides, our_sweeper),
         is_remote=is_remote,
-        source=source_of(first, overrides, directory, env) if is_ours else None,
+        source=make_source(first, overrides, directory, env) if our_sweeper else None,
         slots=slots,
         lock=lock,
         script=script,
         file=SweepFile(env.call_on_rank_zero(lambda: own_directory)),
     )
-    if is_ours:
-        env.call_on_rank_zero(lambda: _keep(sweep, given_metric, rule))
-    what = f"a sweep of {counted(sweep.planned, 'job')}" if sweep.planned else "a sweep"
-    log.info("%s, in %s", what, directory)
+    if our_sweeper:
+        env.call_on_rank_zero(lambda: _record_settings(sweep, given_metric, rule))
+    title = f"a sweep of {counted(sweep.planned, 'job')}" if sweep.planned else "a sweep"
+    log.info("%s, in %s", title, directory)
     with read_write(config), read_write(config.hydra), open_dict(config):
-        if is_by_bits:
+        if ranks_by_bits:
             log.info("the objective is %s: %s", objective.title, WHY_BITS_PER_BYTE)
-        if not is_ours:  # its jobs get these values only by Hydra's own overrides
+        if not our_sweeper:  # the jobs can get these values only from Hydra's own overrides
             for_jobs = config.hydra.overrides.hydra
-            if is_by_bits:
+            if ranks_by_bits:
                 for_jobs.append(f"sweep.metric={settings.metric}")
-            constant = _constant(overrides)
-            for_jobs.append(f"hydra.job.config.override_dirname.exclude_keys={constant}")
+            constant_keys = _constant_keys(overrides)
+            for_jobs.append(f"hydra.job.config.override_dirname.exclude_keys={constant_keys}")
         config.hydra.sweep.dir = str(directory)
     return sweep
 
@@ -128,8 +129,8 @@ def _lock(directory: Path, script: Path | None) -> IO[str]:
         script: The script whose own loop trains the jobs. None for the loop of main.py.
 
     Raises:
-        ConfigError: Another loop has trained a job in it.
-        RunError: A link in it leads to another place, or another process holds the lock.
+        ConfigError: Another training loop has trained a job in this directory.
+        RunError: A link in the directory leads outside, or another process holds the lock.
     """
     for job in directory.glob("*/"):
         refuse_other_loop(job, script)
@@ -137,15 +138,15 @@ def _lock(directory: Path, script: Path | None) -> IO[str]:
     return acquire_lock(directory)
 
 
-def _keep(sweep: Sweep, metric: str | None, rule: SequentialRecord | None) -> None:
-    """Write what later starts of the sweep need: its metric, its rule, and the cores of a job.
+def _record_settings(sweep: Sweep, metric: str | None, rule: SequentialRecord | None) -> None:
+    """Record the settings that later starts of the sweep need: metric, rule, and cores of a job.
 
     Args:
         metric: sweep.metric as configured. None for the default objective.
-        rule: The rule of sweep.until=decided, or None.
+        rule: The rule of sweep.until=decided. None without this setting.
 
     Raises:
-        ConfigError: The directory records another rule.
+        ConfigError: The directory has a record of another rule.
     """
     if rule is not None:
         sweep.needed_jobs = NeededJobs(sweep.directory, sweep.file, rule)
@@ -154,9 +155,9 @@ def _keep(sweep: Sweep, metric: str | None, rule: SequentialRecord | None) -> No
         sweep.file.keep_cores(len(sweep.slots[0].cores) if sweep.slots else count_cores())
 
 
-def _constant(overrides: list[Override]) -> str:
-    """Return the overridden keys that do not vary, as a list in Hydra's syntax."""
-    keys = ["'sweep.metric'"]  # `start_sweep` may add this key
+def _constant_keys(overrides: list[Override]) -> str:
+    """List the overridden keys that do not vary, in Hydra's syntax."""
+    keys = ["'sweep.metric'"]  # `start_sweep` may override this key
     for override in overrides:
         if not override.is_sweep_override():
             keys.append(repr(hydra_utils.key_of(str(override.input_line))))

@@ -1,4 +1,4 @@
-"""The progress line of a sweep: how many jobs have ended, how many run, and the best value."""
+"""Show the progress of a sweep: how many jobs have ended, how many run, and the best value."""
 
 from collections.abc import Sized
 from pathlib import Path
@@ -11,17 +11,17 @@ from mingpt_ddp.study.sweeps.sweep import Sweep
 
 
 class ProgressLine:
-    """Progress of concurrent jobs in one line below the log. Draws nothing without a terminal."""
+    """A line below the log with the progress of concurrent jobs, drawn only on a terminal."""
 
     def __init__(self, sweep: Sweep, running: Sized) -> None:
         """
         Args:
-            running: The jobs that run, which the caller keeps up to date.
+            running: The jobs that run now. The caller keeps this collection up to date.
         """
         self._sweep = sweep
         self._running = running
         self._objective = objective_named(sweep.settings.metric)
-        self._values: dict[Path, float] = {}  # objectives of complete jobs
+        self._values: dict[Path, float] = {}  # objective of each complete job
         self._bar = logs.progress_bar(sweep.env, sweep.planned, "sweep", "job")
 
     def update(self) -> None:

@@ -21,15 +21,15 @@ log = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Give each free slot the next job, until no job is left or a signal or failures end the sweep.
+    """Gives each free slot the next job. Ends when no job is left, or after a signal or failures.
 
-    All of it runs in one event loop, so code between two awaits is never interrupted.
+    Everything runs in one event loop. Therefore code between two awaits is never interrupted.
     """
 
     def __init__(self, sweep: Sweep, source: Source, compose: Callable[[int], Job]) -> None:
         """
         Args:
-            compose: Composes and checks the job with this number.
+            compose: Composes and checks a job by its number.
         """
         self._sweep = sweep
         self._source = source
@@ -49,7 +49,7 @@ class Scheduler:
 
     @property
     def _is_interrupted(self) -> bool:
-        """True after a signal to this process or to a job. Then no other job starts."""
+        """True after a signal to this process or to a job. After that, no other job starts."""
         return bool(self._forwarder.received or self._sweep.stopped)
 
     async def _run(self) -> None:
@@ -60,7 +60,7 @@ class Scheduler:
             self._line.close()
 
     async def _work(self, slot: Slot) -> None:
-        """Run one job after the other in a slot."""
+        """Run one job after another in a slot."""
         while not self._is_interrupted:
             number = next(self._left, None)
             if number is None:
@@ -70,13 +70,13 @@ class Scheduler:
                 self._changed.notify_all()
 
     async def _run_job(self, number: int, slot: Slot) -> None:
-        """Run a job. Run it again if it fails and retries are left."""
+        """Run a job. If it fails and retries are left, run it again."""
         place = self._source.place(number)
         for _ in self._sweep.attempts(number):
             started_at = time.monotonic()
             outcome = await self._attempt(number, slot)
             seconds = time.monotonic() - started_at
-            if outcome is None:  # a signal came before the job could start
+            if outcome is None:  # a signal arrived before the job started
                 return
             if outcome.status is RunStatus.PREEMPTED:
                 earlier = self._sweep.stopped
@@ -95,10 +95,10 @@ class Scheduler:
                 return
 
     async def _attempt(self, number: int, slot: Slot) -> Outcome | None:
-        """Run a job once. Return None if a signal comes before it starts."""
+        """Run a job once. Return None if a signal arrives before the job starts."""
         ready = self._prepare(number)
         while isinstance(ready, Job) and self._has_running(ready):
-            log.info("job %d waits: another job has the same values", number + 1)
+            log.info("job %d waits for another job with the same values", number + 1)
             async with self._changed:
                 await self._changed.wait()
             if self._is_interrupted:
@@ -112,7 +112,7 @@ class Scheduler:
             return await run_on_workers(
                 ready, self._sweep.env, self._sweep, time.monotonic(), self._forwarder, slot
             )
-        except UserError as error:  # e.g. no port for a store, or a result without the objective
+        except UserError as error:  # for instance, the result lacks the objective
             return failed(error)
         finally:
             del self._running[slot]

@@ -1,4 +1,4 @@
-"""A job of a sweep over a script with a training loop of its own."""
+"""Run one job of a sweep over a user's script that has its own training loop."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ from mingpt_ddp.training.run_job import Records, name_job
 
 
 def run_script(job: Job, env: DistEnv, records: Records, started_at: float) -> Outcome:
-    """Run the script of this process once more, in a process of its own, for a job of its sweep."""
+    """Start the script of this process again, in a new process, to run one job of its sweep."""
     ready = name_job(job, env, records)
     if isinstance(ready, Outcome):
         return ready
@@ -34,13 +34,14 @@ def run_script(job: Job, env: DistEnv, records: Records, started_at: float) -> O
         file.write_text(job.to_json())
         outcome = Path(scratch, "outcome.json")
         caller = Caller(os.getpid(), outcome_file=str(outcome), job_file=str(file))
-        words: list[str] = load_yaml(job.hydra_files["overrides.yaml"])
-        words = [word for word in words if not word.startswith(("run.name=", "sweep"))]
-        words.append(f"run.name={job.config.run.name}")
+        overrides: list[str] = load_yaml(job.hydra_files["overrides.yaml"])
+        overrides = [each for each in overrides if not each.startswith(("run.name=", "sweep"))]
+        overrides.append(f"run.name={job.config.run.name}")
         with subprocess.Popen(
-            [sys.executable, *launcher, sys.argv[0], *words],
+            [sys.executable, *launcher, sys.argv[0], *overrides],
             env={**os.environ, **caller.environ()},
-            start_new_session=True,  # so that Ctrl-C arrives only once, sent from here
+            # Ctrl-C does not reach a new session. It arrives once, from `forward`.
+            start_new_session=True,
             preexec_fn=die_with_parent,
         ) as process:
 

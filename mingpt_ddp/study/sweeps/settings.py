@@ -1,4 +1,4 @@
-"""Check the keys of `sweep`, and plan the slots of concurrent jobs."""
+"""Check the keys of the group `sweep`, and plan the slots of concurrent jobs."""
 
 from pathlib import Path
 
@@ -19,17 +19,17 @@ from mingpt_ddp.errors import ConfigError, command
 from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.study.results.objective import objective_named
-from mingpt_ddp.study.sweeps.checks import has_own_sweeper
+from mingpt_ddp.study.sweeps.checks import uses_our_sweeper
 
-BITS = ("bits_per_byte", "bits_per_char")
-# Numbers of result.json that may be an objective.
-MEASURED = (
+BITS_METRICS = ("bits_per_byte", "bits_per_char")
+# Numbers in result.json by which jobs can be ranked.
+RESULT_METRICS = (
     "val_loss",
     "val_accuracy",
     "best_val_loss",
     "train_loss",
-    *BITS,
-    *(f"val_{name}" for name in BITS),
+    *BITS_METRICS,
+    *(f"val_{name}" for name in BITS_METRICS),
     "test_loss",
     "test_accuracy",
     "wall_seconds",
@@ -43,10 +43,11 @@ MEASURED = (
 
 
 def check_settings(config: DictConfig, jobs: list[Config], env: DistEnv) -> SweepConfig:
-    """Check the keys of `sweep` against the machine and the rest of the command.
+    """Check the keys of the group `sweep` against each other and the rest of the command.
 
     Args:
-        jobs: The checked configurations. The first job comes first.
+        config: Hydra's configuration of the sweep.
+        jobs: The configurations that `check_jobs` has returned. The first job comes first.
 
     Raises:
         ConfigError: The settings cannot be combined.
@@ -54,7 +55,7 @@ def check_settings(config: DictConfig, jobs: list[Config], env: DistEnv) -> Swee
     settings = jobs[0].sweep
     check(
         all(job.sweep == settings for job in jobs),
-        "sweep.* holds for all jobs of a sweep; give each key one value",
+        "sweep.* settings hold for all jobs of a sweep; give each of these keys one value",
     )
     launcher = str(config.hydra.launcher._target_)
     is_remote = hydra_utils.is_external(launcher)
@@ -67,20 +68,20 @@ def check_settings(config: DictConfig, jobs: list[Config], env: DistEnv) -> Swee
         _check_lock_step(settings)
     check(
         settings.is_search or settings.pruner == "none",
-        f"sweep.pruner={settings.pruner} ends jobs of a search: add sweep=optuna, or leave it out",
+        f"sweep.pruner={settings.pruner} is only for a search: add sweep=optuna, or leave it out",
     )
     check(
         settings.pruner != "none" or not settings.pruner_settings,
-        "sweep.pruner_settings is used by a pruner only: add sweep.pruner=median, or leave it out",
+        "sweep.pruner_settings is only for a pruner: add sweep.pruner=median, or leave it out",
     )
     _check_metric(jobs[0])
     return settings
 
 
 def _check_sweeper(config: DictConfig, settings: SweepConfig) -> None:
-    """Check the chosen sweeper."""
+    """Check that no key needs this package's own sweeper while another one is chosen."""
     check(
-        has_own_sweeper(config)
+        uses_our_sweeper(config)
         or (not settings.is_search and settings.parallel == 1 and settings.until is None),
         "sweep.sampler, sweep.parallel and sweep.until need hydra/sweeper=mingpt_ddp, not "
         f"{config.hydra.sweeper._target_}",
@@ -91,77 +92,80 @@ def _check_search(first: Config) -> None:
     """Check that a search can compare its jobs."""
     check(
         first.run.name is not None,
-        "a search compares the jobs of one directory; give the sweep a run.name",
+        "a search keeps its jobs in one directory; give the sweep a run.name",
     )
     check(
         first.run.resume != "never",
-        "run.resume=never would train jobs again whose results the search already has; choose "
-        "another run.name",
+        "run.resume=never would train jobs again whose results the search already has; leave it "
+        "out, or choose another run.name",
     )
 
 
 def _check_lock_step(settings: SweepConfig) -> None:
-    """Check that the ranks of torchrun can run the sweep: there is no parent of all jobs."""
-    started = f"{command()} -m ddp.nproc_per_node=N"
+    """Check that the ranks of torchrun, which run all jobs in lock-step, can run the sweep."""
+    without_torchrun = f"{command()} -m ddp.nproc_per_node=N ..."
     check(
         settings.parallel == 1,
-        f"sweep.parallel={settings.parallel} needs a parent of all jobs: {started} ...",
+        f"sweep.parallel={settings.parallel} does not work under torchrun; run {without_torchrun}",
     )
     check(
         settings.retries == 0,
-        f"sweep.retries={settings.retries}: all ranks fail alike in lock-step; use {started}",
+        f"sweep.retries={settings.retries} does not work under torchrun, whose ranks fail together"
+        f"; run {without_torchrun}",
     )
 
 
 def _check_metric(config: Config) -> None:
-    """Check that the jobs measure `sweep.metric`. For user code, only the jobs can check it."""
+    """Check that the jobs measure `sweep.metric`. Metrics of user code are checked by the jobs."""
     settings = config.sweep
     if settings.metric is None:
         return
     name = objective_named(settings.metric).series
-    is_evaluated = name.startswith("val_") or name in BITS
+    is_evaluated = name.startswith("val_") or name in BITS_METRICS
     check(
         settings.pruner == "none" or is_evaluated,
-        f"sweep.pruner={settings.pruner} judges evaluations, which do not measure {name}; "
+        f"sweep.pruner={settings.pruner} compares evaluations, which do not measure {name}; "
         "leave the pruner out, or choose a sweep.metric of the validation split",
     )
     has_own_code = config.task.code is not None or config.model.code is not None
-    is_of_user = has_own_code and name.startswith(("val_", "train_", "test_"))
+    is_user_metric = has_own_code and name.startswith(("val_", "train_", "test_"))
     check(
-        is_of_user or name in MEASURED,
-        f"sweep.metric={settings.metric} is not a number of result.json; {hint_at(name, MEASURED)}",
+        is_user_metric or name in RESULT_METRICS,
+        f"sweep.metric={settings.metric} is not a number of result.json; "
+        f"{hint_at(name, RESULT_METRICS)}",
     )
 
 
 def _check_remote(settings: SweepConfig, launcher: str) -> None:
-    """Check that an external launcher can run the sweep: it takes batches and has no pruner."""
+    """Check that an external launcher, which runs batches of jobs, can run the sweep."""
     check(
         settings.pruner == "none",
-        f"sweep.pruner={settings.pruner} needs jobs of this machine, not of {launcher}; leave "
-        "sweep=slurm or sweep=ray out, or the pruner",
+        f"sweep.pruner={settings.pruner} is for jobs on this machine, not for {launcher}; leave "
+        "out the pruner, or sweep=slurm or sweep=ray",
     )
     check(
         settings.parallel != "auto",
-        f"sweep.parallel=auto is for jobs of this machine, not of {launcher}; give a number",
+        f"sweep.parallel=auto is for jobs on this machine, not for {launcher}; give a number",
     )
     check(
         settings.is_search or settings.parallel == 1,
-        f"sweep.parallel={settings.parallel}: {launcher} gets all jobs of a grid at once, and its "
-        "own settings say how many run; leave sweep.parallel out",
+        f"sweep.parallel={settings.parallel} does not limit the jobs of {launcher}, which gets all "
+        "jobs of a grid at once; leave sweep.parallel out, and set the launcher's own limit",
     )
     check(
         settings.retries == 0 and settings.max_failures is None,
-        f"sweep.retries and sweep.max_failures are for jobs of this machine, not of {launcher}; "
+        f"sweep.retries and sweep.max_failures are for jobs on this machine, not for {launcher}; "
         "leave them out",
     )
 
 
 def plan_slots(settings: SweepConfig, jobs: list[Config], directory: Path | None) -> list[Slot]:
-    """Return one slot for each concurrent job, or none if jobs run one after another.
+    """Plan a slot for each concurrent job. Return no slots if jobs run one after another.
 
     Args:
-        directory: Directory of the sweep, which records the cores of a job. None if the sweep has
-            no directory of its own.
+        jobs: Configurations of jobs of the sweep.
+        directory: Directory of the sweep. Its record of the cores of a job is used again. None if
+            the sweep has no directory of its own.
 
     Raises:
         ConfigError: This machine has too few GPUs or cores.
@@ -179,8 +183,8 @@ def plan_slots(settings: SweepConfig, jobs: list[Config], directory: Path | None
         gpus = visible_gpus() or None
     if gpus is not None and ranks > len(gpus):
         raise ConfigError(
-            f"ddp.nproc_per_node={ranks} needs {ranks} GPUs for a job, and this machine has "
-            f"{len(gpus)}"
+            f"ddp.nproc_per_node={ranks} needs {ranks} GPUs for a job, but this machine has "
+            f"{len(gpus)}; choose at most {len(gpus)}, or trainer.device=cpu"
         )
     if settings.parallel == "auto":
         n = max(1, (count_cores() if gpus is None else len(gpus)) // ranks)
@@ -189,7 +193,7 @@ def plan_slots(settings: SweepConfig, jobs: list[Config], directory: Path | None
     check_processes("sweep.parallel", n, per=ranks, min_bytes=MIN_RANK_BYTES * ranks)
     if gpus is not None and n * ranks > len(gpus):
         raise ConfigError(
-            f"sweep.parallel={n} needs {n * ranks} GPUs, {ranks} for a job, and this machine "
+            f"sweep.parallel={n} needs {n * ranks} GPUs, {ranks} for each job, but this machine "
             f"has {len(gpus)}; choose at most {len(gpus) // ranks}, or trainer.device=cpu"
         )
     kept = SweepFile(directory).cores

@@ -22,32 +22,32 @@ from mingpt_ddp.study.sweeps.checks import choices, is_seed
 if TYPE_CHECKING:
     from mingpt_ddp.study.sweeps.search.study import Study
 
-DRAW_TIMEOUT_S = 600.0  # how long other ranks wait for rank zero to draw a job
+DRAW_TIMEOUT_S = 600.0  # time limit for rank zero to draw the values of a job
 
 
 @dataclass(frozen=True)
 class Source:
-    """The jobs of a sweep by number, from 0, and the study of a search."""
+    """The jobs of a sweep by number, from 0. For a search, also its study."""
 
-    # Returns the overrides of a job. Called for one job after another, on all ranks.
+    # Returns the overrides of a job. All ranks call this for one job after another.
     overrides: Callable[[int], list[str]]
-    swept: frozenset[str]  # keys that differ from job to job
-    study: "Study | None"  # None for a grid, and on all ranks but rank zero
+    swept: frozenset[str]  # keys that the sweep varies
+    study: "Study | None"  # None for a grid, and on all ranks except rank zero
 
-    def place(self, number: int, words: list[str] | None = None) -> SweepPlace:
+    def place(self, number: int, overrides: list[str] | None = None) -> SweepPlace:
         """Return the place of a job in the sweep.
 
         Args:
-            words: The overrides of the job. None to ask `overrides` for them.
+            overrides: The overrides of the job. None to look them up by its number.
         """
-        words = self.overrides(number) if words is None else words
-        values = {key_of(word): word.partition("=")[2] for word in words}
+        overrides = self.overrides(number) if overrides is None else overrides
+        values = {key_of(each): each.partition("=")[2] for each in overrides}
         return SweepPlace.of(number, {key: values[key] for key in values if key in self.swept})
 
 
-def number_of_jobs(settings: SweepConfig, overrides: list[Override], is_ours: bool) -> int:
-    """Return the number of jobs of a sweep, or 0 if only another sweeper knows it."""
-    if not is_ours and any(override.is_interval_sweep() for override in overrides):
+def number_of_jobs(settings: SweepConfig, overrides: list[Override], our_sweeper: bool) -> int:
+    """Return the number of jobs in a sweep, or 0 if only another sweeper knows it."""
+    if not our_sweeper and any(override.is_interval_sweep() for override in overrides):
         return 0
     if settings.is_search:
         return settings.trials
@@ -55,7 +55,7 @@ def number_of_jobs(settings: SweepConfig, overrides: list[Override], is_ours: bo
 
 
 def check_search(config: Config, overrides: list[Override]) -> None:
-    """Check the space, the sampler and the pruner of a search.
+    """Check the search space, the sampler and the pruner of a search.
 
     Raises:
         ConfigError: One of them is invalid, or Optuna is not installed.
@@ -71,26 +71,27 @@ def check_search(config: Config, overrides: list[Override]) -> None:
     pruner(config)
 
 
-def source_of(config: Config, overrides: list[Override], directory: Path, env: DistEnv) -> Source:
-    """Return the jobs of a sweep. For a search, open its study.
+def make_source(config: Config, overrides: list[Override], directory: Path, env: DistEnv) -> Source:
+    """Make the source of a sweep's jobs. For a search, open its study.
 
     Args:
         config: Configuration of the first job.
         directory: Directory of the sweep, which rank zero has locked.
 
     Raises:
-        UserError: The study in the directory belongs to a search that this one cannot continue.
+        UserError: The study in the directory belongs to a search with other settings, or cannot be
+            used.
     """
     swept = frozenset(
         key_of(str(each.input_line)) for each in overrides if each.is_sweep_override()
     )
-    # The default objective depends on all jobs of the sweep, so each job is told which one it is.
-    is_typed = any(each.get_key_element() == "sweep.metric" for each in overrides)
-    metric = [] if is_typed else [f"sweep.metric={hydra_value(config.sweep.metric)}"]
+    # Give each job the objective, because the default one depends on all jobs of the sweep.
+    is_given = any(each.get_key_element() == "sweep.metric" for each in overrides)
+    metric = [] if is_given else [f"sweep.metric={hydra_value(config.sweep.metric)}"]
     if not config.sweep.is_search:
         values = choices(overrides, config.sweep.zip or ())
         if config.sweep.until is not None:
-            # All settings with the first seed come first, then all settings with the next one.
+            # Run all settings with the first seed, then all settings with the next seed, and so on.
             values.sort(key=lambda words: not is_seed(words))
         combined = itertools.product(*values)
         jobs = [[*itertools.chain(*job), *metric] for job in combined]
@@ -110,8 +111,9 @@ def source_of(config: Config, overrides: list[Override], directory: Path, env: D
 def _draw_in_lock_step(draw: Callable[[int], list[str]], env: DistEnv, number: int) -> list[str]:
     """Draw the overrides of a job on rank zero, and return them on all ranks.
 
-    They travel through the key-value store, because they decide how the process group of the job
-    is built. The store may still hold the overrides from before a restart, which are the same.
+    Ranks get the overrides through the key-value store, because the process group of the job does
+    not exist yet: the overrides decide how it is built. After a restart, the store may still hold
+    the earlier overrides of this job, which are the same.
     """
     from mingpt_ddp.process.job_store import open_store
 
@@ -130,7 +132,7 @@ def _open_study(config: Config, overrides: list[Override], directory: Path) -> "
 
 
 def fixed_values(config: Config, swept: Collection[str]) -> dict[str, Any]:
-    """Return the values by dotted key that all jobs share, and that their results depend on."""
+    """Return the values, by dotted key, that all jobs share and that change their results."""
     values = config.to_dict()
     fixed = named_values(values) | {
         f"trainer.{limit}": values["trainer"][limit] for limit in LIMITS

@@ -1,4 +1,4 @@
-"""The state of a sweep: the results of its checks, and the jobs that have ended since."""
+"""The state of a sweep: its checked settings, and how each of its jobs has ended."""
 
 import contextlib
 import logging
@@ -24,7 +24,7 @@ from mingpt_ddp.study.results.objective import objective_named
 from mingpt_ddp.study.sweeps.ended_jobs import JobRecords
 from mingpt_ddp.study.sweeps.sources import Source
 from mingpt_ddp.study.sweeps.until_decided import NeededJobs
-from mingpt_ddp.training.run_job import Known, Records
+from mingpt_ddp.training.run_job import JobRecord, Records
 
 if TYPE_CHECKING:
     from mingpt_ddp.study.sweeps.search.study import Study
@@ -34,16 +34,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Sweep(Records):
-    """The sweep whose jobs this process runs or launches."""
+    """A sweep whose jobs this process runs or launches."""
 
     env: DistEnv
     config: Config  # configuration of the first job, with the settings of the sweep
-    directory: Path  # the sweep's own directory, or run.root
+    directory: Path  # the sweep's own directory, or run.root if it has none
     planned: int  # number of jobs; 0 if only another sweeper knows it
-    # True if an external launcher runs the jobs. Its processes count them and log their errors.
+    # True if an external launcher runs the jobs. Its own processes count them and log their errors.
     is_remote: bool = False
-    lock: IO[str] | None = None  # lock of `directory`, if that is the sweep's own
-    script: Path | None = None  # the script whose own loop trains the jobs; None for main.py
+    lock: IO[str] | None = None  # lock of the sweep's own directory; None if it has none
+    script: Path | None = None  # user's script whose loop trains the jobs; None for main.py
     source: Source | None = None  # None if another sweeper chooses the jobs
     # One slot for each concurrent job. Empty if jobs run one after another.
     slots: list[Slot] = field(default_factory=list)
@@ -54,56 +54,56 @@ class Sweep(Records):
     failed: dict[int, str] = field(default_factory=dict)  # labels of failed jobs, by number
     # Outcome of the last failed attempt of each job, by the number of the job.
     last_failures: dict[int, Outcome] = field(default_factory=dict)
-    # Decides which jobs sweep.until=decided needs. None on other ranks than zero, and if the sweep
-    # needs all its jobs.
+    # Decides which jobs are still needed with sweep.until=decided. None if the sweep needs all of
+    # its jobs, and on all ranks except rank zero.
     needed_jobs: NeededJobs | None = None
-    not_needed: set[int] = field(default_factory=set)  # numbers of jobs that will not start
-    # The outcome that ends the sweep before its last job. Then no other job starts.
+    not_needed: set[int] = field(default_factory=set)  # numbers of jobs that need not run
+    # Outcome after which no other job starts. None while the sweep goes on.
     stopped: Outcome | None = None
 
     @property
     def settings(self) -> SweepConfig:
-        """The keys of `sweep`."""
+        """The keys of the group `sweep`."""
         return self.config.sweep
 
     @property
     def study(self) -> "Study | None":
-        """The study of a search, on rank zero. None for a grid, and on other ranks."""
+        """The study of a search, on rank zero. None for a grid, and on all other ranks."""
         return None if self.source is None else self.source.study
 
     @property
     def is_over(self) -> bool:
-        """True if no job is left. Always False if only another sweeper knows their number."""
-        # Ranks in lock-step must agree, and only rank zero knows what is needed.
+        """True if no job is left. Always False if only another sweeper knows the number of jobs."""
+        # Ranks in lock-step must agree, but only rank zero knows which jobs are needed.
         needed = self.needed_jobs if self.env.world_size == 1 else None
-        if needed is not None and needed.n_settings(self.failed) == 0:
+        if needed is not None and needed.n_needed_settings(self.failed) == 0:
             return True
         return 0 < self.planned <= len({*self.done, *self.failed, *self.not_needed})
 
     @property
     def has_too_many_failures(self) -> bool:
-        """True if more jobs have failed than sweep.max_failures. Then no other job starts."""
+        """True if more than sweep.max_failures jobs have failed. Then no other job starts."""
         most = self.settings.max_failures
         return most is not None and len(self.failed) > most
 
     @property
     def directories(self) -> list[Path]:
-        """The directories to report: the sweep's own, or the directories of its complete jobs."""
+        """Directories for the report: the sweep's own, or else those of its complete jobs."""
         if self.lock:
             return [self.directory]
         return list(dict.fromkeys(self.done.values()))
 
     def jobs_left(self, source: Source) -> Iterator[int]:
-        """Yield the numbers of the jobs to run. Count the jobs that have already ended for good.
+        """Yield the numbers of the jobs to run. Record the jobs that have already ended for good.
 
-        End early after a signal, or if too many jobs fail.
+        Stop early after a signal, or if too many jobs have failed.
         """
         for number in range(self.planned):
             if self.stopped is not None:
                 return
             if self.has_too_many_failures:
                 log.warning(
-                    "no other job starts: %d failed, sweep.max_failures=%d",
+                    "no other job starts, because %d failed (sweep.max_failures=%d)",
                     len(self.failed),
                     self.settings.max_failures,
                 )
@@ -112,10 +112,10 @@ class Sweep(Records):
                 yield number
 
     def _has_ended(self, number: int, source: Source) -> bool:
-        """Return True if a trial has ended or a job is not needed, and count it.
+        """Return True if a job is not needed or its trial has ended, and record that.
 
-        With several ranks this is False. They ask rank zero in `look_up`, once the job has its
-        process group.
+        With several ranks, always return False. They ask rank zero in `look_up`, once the job has
+        its process group.
         """
         if self.env.world_size > 1:
             return False
@@ -126,7 +126,7 @@ class Sweep(Records):
             return False
         directory = self.study.directory_of(number)
         if directory is not None:
-            self.job_records.kept.check(directory, self.config)
+            self.job_records.kept_results.check(directory, self.config)
             self.done[number] = directory
             self.n_done_before += 1
             log.info("%s: already complete", directory)
@@ -139,17 +139,17 @@ class Sweep(Records):
         return True
 
     def _count_not_needed(self, number: int, needed_jobs: NeededJobs) -> None:
-        """Count a job that is not needed, as complete if an earlier start has trained it."""
+        """Record a job that is not needed. If an earlier start has trained it, it is complete."""
         directory = needed_jobs.directory_of(number)
         if directory is None:
             self.not_needed.add(number)
             return
-        self.job_records.kept.check(directory, self.config)
+        self.job_records.kept_results.check(directory, self.config)
         self.done[number] = directory
         self.n_done_before += 1
 
     def _is_needed(self, number: int) -> bool:
-        """Return True if a job has to run. False if its result could not change any decision."""
+        """Return True if a job has to run. With sweep.until=decided, not all jobs have to."""
         return self.needed_jobs is None or self.needed_jobs.is_needed(number, self.failed)
 
     def attempts(self, number: int) -> Iterator[None]:
@@ -158,25 +158,25 @@ class Sweep(Records):
         yield
         for retry in range(1, retries + 1):
             if self.study is not None and self.study.has_failed(number):
-                return  # attempts of earlier starts count too
+                return  # attempts in earlier starts of the sweep count too
             log.warning("job %d: retry %d of %d", number + 1, retry, retries)
-            del self.failed[number]  # it has not failed for good
+            del self.failed[number]  # the job has not failed for good
             yield
 
     def _reason(self, label: str, directory: str) -> str:
-        """Return the reason for which a job has failed for good."""
+        """Return the reason why a job has failed for good."""
         failure = self.file.failure_of(label, directory)
-        return "its reason is not recorded" if failure is None else failure.reason
+        return "the reason is not recorded" if failure is None else failure.reason
 
     @property
     def batch_size(self) -> int:
-        """The number of jobs that an external launcher runs together."""
+        """Number of jobs that an external launcher runs together."""
         if self.needed_jobs is not None:
-            return max(1, self.needed_jobs.n_settings(self.failed))
+            return max(1, self.needed_jobs.n_needed_settings(self.failed))
         return int(self.settings.parallel)
 
-    def look_up(self, job: Job) -> Known:
-        """Return what is known of a job. If it has no earlier result, log that it starts."""
+    def look_up(self, job: Job) -> JobRecord:
+        """Return earlier results of a job. If there are none, log that the job starts."""
         assert job.place is not None
         number = job.number
         known = self.job_records.look_up(job)
@@ -194,16 +194,16 @@ class Sweep(Records):
         return self.job_records.value_of(job)
 
     def threads(self, workers: int, default: int) -> int | None:
-        """Return as many threads as at the first start of the sweep.
+        """Return the number of threads at the first start of the sweep.
 
-        Return None for ranks of torchrun, which keep their own number.
+        Return None for ranks of torchrun, which do not change their number of threads.
         """
         if self.source is None or self.env.world_size > 1:
             return None
         return self.file.threads(workers, default)
 
     def pruner_callback(self, job: Job) -> PrunerCallback | None:
-        """Return the pruner callback of a job, or None outside of a search."""
+        """Return the pruner callback for a job, or None outside of a search."""
         if self.source is None or not self.settings.is_search:
             return None
         return partial(self._ask_pruner, job.number)
@@ -217,8 +217,8 @@ class Sweep(Records):
         """Record how a job has ended. Set `stopped` if no other job may start.
 
         Returns:
-            The same outcome. A failed one if the result lacks the objective of the search, or if
-            the study cannot be written.
+            The same outcome. If the result lacks the objective of the search, or the study cannot
+            be written, a failed outcome instead.
         """
         try:
             self._record(place, outcome)
@@ -262,7 +262,7 @@ class Sweep(Records):
 
     def _record_failed(self, place: SweepPlace, outcome: Outcome) -> None:
         self.failed[place.number] = place.label
-        if outcome.ends_process:  # its error is the last line of this process
+        if outcome.ends_process:  # this process prints the error as its last line
             return
         if outcome.was_known:
             log.info("%s: %s", place.label, outcome.error)
@@ -285,7 +285,10 @@ class Sweep(Records):
             self.study.fail(place.number)
 
     def finish(self) -> Outcome:
-        """Print the table and write the page, on rank zero. Return the outcome of the sweep."""
+        """Print the table of results and write the report page. Return the outcome of the sweep.
+
+        Only rank zero prints and writes.
+        """
         return replace(
             self._outcome(), directories=tuple(self.directories), metric=self.settings.metric
         )
@@ -333,13 +336,13 @@ class Sweep(Records):
         return failed(error, FAILURE if has_crashed else USER_ERROR)
 
     def _advice(self, outcomes: list[Outcome]) -> str:
-        """Say what to do about the failed jobs. A retry cannot mend a config error.
+        """Advise the user about the failed jobs. A retry does not help after a config error.
 
         Args:
-            outcomes: Outcomes of the failed jobs that have run in this process.
+            outcomes: Outcomes of the failed jobs that this process has run.
         """
         if self.study is not None:
-            return "they do not start again; raise sweep.trials for other values"
+            return "failed trials do not start again; raise sweep.trials to try other values"
         n_invalid = sum(isinstance(outcome.error, ConfigError) for outcome in outcomes)
         if n_invalid == 0:
             return "rerun the same command to retry"
@@ -348,9 +351,9 @@ class Sweep(Records):
         return "rerun the same command to retry; a job with a config error needs other settings"
 
     def _print_table(self) -> OutputError | None:
-        """Write the page of the jobs and print their table. Return the error if that fails.
+        """Write the report page and print the table. Return the error if the output fails.
 
-        A closed pipe is not an error, because all jobs are recorded.
+        A closed pipe does not count as an error, because all jobs are recorded.
         """
         from mingpt_ddp.study.results.report import PAGE, report
 
@@ -362,6 +365,6 @@ class Sweep(Records):
                     echo(report(self.directories, page, metric, self.config.run.accept_code))
         except OutputError as error:
             return error
-        except RunError as error:  # e.g. no job has written a result that this machine can read
+        except RunError as error:  # for instance, this machine can read no result of any job
             log.warning("%s", error)
         return None

@@ -1,4 +1,4 @@
-"""Run the jobs of a sweep: one after another, concurrently, or by an external launcher."""
+"""Run the jobs of a sweep: one after another, concurrently, or with an external launcher."""
 
 import itertools
 import logging
@@ -44,13 +44,13 @@ def run_jobs(
 ) -> None:
     """Run the jobs of a sweep that have not ended yet.
 
-    Return when none is left, when too many have failed, or when `sweep.stopped` is set. Before
-    this, `start_sweep` in preflight.py has checked the sweep and locked its directory. Afterwards,
-    `cli/train_job.py` prints the table.
+    Return when no job is left, when too many jobs have failed, or when `sweep.stopped` is set.
+    Before this call, `start_sweep` in preflight.py has checked the sweep and locked its directory.
+    Afterwards, `cli/train_job.py` prints the table of results.
 
     Args:
-        task_function: Called in the processes of an external launcher, to train the job that
-            Hydra's state describes.
+        task_function: Trains the job that Hydra's state describes. Called only in the processes of
+            an external launcher.
         config: Hydra's configuration of the sweep.
     """
     source = sweep.source
@@ -88,7 +88,7 @@ def _write_multirun(directory: Path, config: DictConfig) -> None:
 
 
 def _compose(context: HydraContext, config: DictConfig, source: Source, number: int) -> Job:
-    """Compose a job by its number, and check it.
+    """Compose the job with this number, and check it.
 
     Raises:
         UserError: The job is invalid.
@@ -112,21 +112,21 @@ def _run_in_turn(
     run: Callable[..., Outcome],
     launcher_of: Callable[[TaskFunction], Launcher],
 ) -> None:
-    """Run one job after another, in this process or in workers that it starts.
+    """Run one job after another, in this process or in workers that this process starts.
 
     Hydra's launcher composes each job, and calls the user's callbacks.
 
     Args:
-        run: `run_job`, or `run_script` with the same parameters.
-        launcher_of: Returns Hydra's launcher for a task.
+        run: Runs a job: either `run_job` or `run_script`, which take the same arguments.
+        launcher_of: Makes Hydra's launcher for a task.
     """
     task = _LaunchedJob(sweep, source, run)
     launcher = launcher_of(task)
     for number in sweep.jobs_left(source):
-        words = source.overrides(number)
-        task.place = source.place(number, words)
+        overrides = source.overrides(number)
+        task.place = source.place(number, overrides)
         for _ in sweep.attempts(number):
-            launcher.launch([words], initial_job_idx=number)
+            launcher.launch([overrides], initial_job_idx=number)
             if not task.outcome.ends_process:
                 logs.to_console(sweep.env)
             if sweep.stopped is not None or not task.outcome.has_failed:
@@ -134,7 +134,10 @@ def _run_in_turn(
 
 
 class _LaunchedJob:
-    """The task that Hydra's launcher calls. Its last outcome tells what the launcher hides."""
+    """The task that Hydra's launcher calls for each job.
+
+    It keeps the outcome of the last job, because the launcher hides it.
+    """
 
     def __init__(self, sweep: Sweep, source: Source, run: Callable[..., Outcome]) -> None:
         self.sweep = sweep
@@ -164,16 +167,16 @@ class _LaunchedJob:
         try:
             job = _checked(resolve(cfg, self.source.swept))
             return self.run(job, self.sweep.env, self.sweep, started_at)
-        except Exception as error:  # Hydra's launcher would keep it
+        except Exception as error:  # Hydra's launcher would not pass it on
             return exits.outcome_of(error, in_sweep=True)
 
 
 def _run_grid(sweep: Sweep, source: Source, launcher: Launcher) -> None:
-    """Run the jobs of a grid with an external launcher. Read its results up to a failed job."""
+    """Run all jobs of a grid with an external launcher. Then look for the first failed job."""
     jobs = [source.overrides(number) for number in range(sweep.planned)]
     for number, returned in enumerate(launcher.launch(jobs, initial_job_idx=0)):
         try:
-            _ = returned.return_value  # raises the error of a job that has failed
+            _ = returned.return_value  # raises the error if the job has failed
         except JobError as error:
             sweep.failed[number] = str(error.args[0])
             return
@@ -184,7 +187,8 @@ def _run_batches(
 ) -> None:
     """Run batches of jobs with an external launcher, one after another.
 
-    A batch has `sweep.parallel` trials of a search, or one seed of all settings that need it.
+    A batch of a search has `sweep.parallel` trials. With sweep.until=decided, a batch has one seed
+    of each setting that needs more seeds.
     """
     left = sweep.jobs_left(source)
     while numbers := [*itertools.islice(left, sweep.batch_size)]:
@@ -208,4 +212,7 @@ def _reason(returned: object) -> str:
         return str(error.args[0])
     except Exception as error:
         return explain(error)
-    return "its directory has no result.json here"
+    return (
+        "the job has ended, but its directory has no result.json on this machine; let run.root "
+        "name a directory that all machines share"
+    )

@@ -22,12 +22,12 @@ from mingpt_ddp.study.sweeps.checks import choices, is_seed
 from mingpt_ddp.study.sweeps.sources import fixed_values
 
 
-def rule_of(config: Config, overrides: list[Override]) -> SequentialRecord | None:
-    """Return the rule of a sweep with sweep.until=decided. Return None for any other sweep.
+def sequential_rule(config: Config, overrides: list[Override]) -> SequentialRecord | None:
+    """Return the rule by which sweep.until=decided ends a sweep. Return None without this setting.
 
     Args:
         config: Configuration of the first job.
-        overrides: Overrides of the sweep, which list the values of each key.
+        overrides: The overrides of the sweep, with all values of each key.
 
     Raises:
         ConfigError: The sweep has no run.name, no settings to compare, or too few seeds.
@@ -37,26 +37,27 @@ def rule_of(config: Config, overrides: list[Override]) -> SequentialRecord | Non
         return None
     check(
         config.run.name is not None and config.run.resume != "never",
-        "sweep.until=decided records its decisions in the directory of the sweep; give it a "
+        "sweep.until=decided records its decisions in the directory of the sweep; give the sweep a "
         "run.name, and leave out run.resume=never",
     )
     values = choices(overrides, settings.zip or ())
-    keys_of_seed = [*filter(is_seed, values)]  # two for run.seed=1,2 ++run.seed=3,4
-    seeds = [each[0].partition("=")[2] for each in itertools.chain(*keys_of_seed)]
+    # There are two such lists for run.seed=1,2 ++run.seed=3,4, which is refused.
+    seed_lists = [*filter(is_seed, values)]
+    seeds = [each[0].partition("=")[2] for each in itertools.chain(*seed_lists)]
     check(
-        len(keys_of_seed) == 1 < len(seeds)
+        len(seed_lists) == 1 < len(seeds)
         and all(map(str.isdecimal, seeds))
         and len({*map(int, seeds)}) == len(seeds),
-        "sweep.until=decided pairs the seeds of its settings; list different seeds, as in "
+        "sweep.until=decided compares settings seed by seed; list different seeds, as in "
         "run.seed=1,2,3,4,5,6,7,8,9,10,11,12, and leave run.seed out of sweep.zip",
     )
-    # A label has the keys in which settings differ: those with several values, without the seed.
+    # The label of a setting has the keys in which settings differ: all keys with several values,
+    # except the seed.
     varying = [words for words in values if len(words) > 1 and not is_seed(words)]
     labels = [", ".join(itertools.chain(*words)) for words in itertools.product(*varying)]
     check(
         len({*labels}) == len(labels) > 1,
-        "sweep.until=decided compares settings; list values of another key than run.seed, "
-        "each of them once",
+        "sweep.until=decided compares settings; list different values of a key other than run.seed",
     )
     check_seeds(len(labels), len(seeds))
     swept = {key_of(str(each.input_line)) for each in overrides if each.is_sweep_override()}
@@ -78,34 +79,34 @@ class NeededJobs:
     def __init__(self, directory: Path, file: SweepFile, rule: SequentialRecord) -> None:
         """
         Raises:
-            ConfigError: The directory records another rule.
+            ConfigError: The directory has a record of another rule.
         """
         self._directory = directory
         self._comparison = SequentialComparison(directory, file, rule)
 
     def is_needed(self, number: int, failed: Collection[int]) -> bool:
-        """Return True if the setting of a job needs more seeds.
+        """Return True if the setting of a job still needs more seeds.
 
         Args:
             number: Number of the job.
             failed: Numbers of the failed jobs.
         """
-        return self._comparison.is_needed(self._label(number), {*map(self._label, failed)})
+        return self._comparison.needs_more_seeds(self._label(number), {*map(self._label, failed)})
 
-    def n_settings(self, failed: Collection[int]) -> int:
-        """Return the number of settings that need more seeds."""
-        # The jobs of the first seed stand for the settings: each setting has one of them.
+    def n_needed_settings(self, failed: Collection[int]) -> int:
+        """Count the settings that still need more seeds."""
+        # With the first seed, there is exactly one job for each setting.
         first_jobs = range(len(self._comparison.record.settings))
         return sum(self.is_needed(number, failed) for number in first_jobs)
 
     def directory_of(self, number: int) -> Path | None:
-        """Return the directory of a job whose result was added, or None if it was not."""
+        """Return the directory of a job, or None if its result has not been added."""
         label, seed = self._label(number), self._seed(number)
         name = self._comparison.record.runs.get(label, {}).get(seed)
         return self._directory / name if name else None
 
     def add(self, number: int, directory: Path) -> None:
-        """Add the result of a job to the comparison, and record what it decides."""
+        """Add the result of a job to the comparison, and record the decisions that it allows."""
         objective = objective_named(self._comparison.record.metric)
         cost = objective.cost(objective.value(read_result(directory)))
         self._comparison.add(self._label(number), self._seed(number), directory, cost)

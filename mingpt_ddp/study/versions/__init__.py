@@ -1,1 +1,1 @@
-"""Comparison of versions of the code."""
+"""Comparison of several versions of the code, which train with the same seeds."""

@@ -1,4 +1,4 @@
-"""A version of the code (a commit, a branch or a directory), and how to train with it."""
+"""Find a version of the code (a commit, a branch or a directory), and train with it."""
 
 import contextlib
 import functools
@@ -31,45 +31,46 @@ from mingpt_ddp.storage.lock import acquire_lock
 from mingpt_ddp.study.results.formats import cut
 from mingpt_ddp.study.versions import version_job
 
-GIT_TIMEOUT_S = 600.0  # time limit for git to write the files of a commit
-BRANCHES = ("for-each-ref", "--count=20", "--format=%(refname:short)", "refs/heads")
-PRESETS = FLAGS_WITH_VALUE[:4]  # flags whose value is a directory of presets
+# Time limit for git, which may have to write all files of a commit.
+GIT_TIMEOUT_S = 600.0
+LIST_BRANCHES = ("for-each-ref", "--count=20", "--format=%(refname:short)", "refs/heads")
+PRESET_FLAGS = FLAGS_WITH_VALUE[:4]  # flags whose value is a directory of presets
 
 
 @dataclass(frozen=True)
 class Version:
-    """A version of the code, and the words that it trains with."""
+    """A version of the code, and the command-line arguments with which it trains."""
 
-    name: str  # as typed
-    directory: Path  # holds the package, or only files of the user
-    words: list[str]
+    name: str  # name from the command line
+    directory: Path  # contains the package, or only files of the user
+    arguments: list[str]
     code: Code
-    has_package: bool  # False if it trains with the package of this process
+    has_package: bool  # False if this version trains with the package of this process
 
     def check_unchanged(self) -> None:
         """Check that its Python files have not changed since the start of the comparison.
 
         Raises:
-            RunError: Some have changed.
+            RunError: Some files have changed. The message names them.
         """
-        files = _move(self.words, self.directory, self.directory)[1]
+        files = _relocate(self.arguments, self.directory, self.directory)[1]
         before = self.code.record
-        now = _read(self.directory, files, self.has_package).record
+        now = _current_code(self.directory, files, self.has_package).record
         changed = {name for name, _ in {*before["files"].items()} ^ {*now["files"].items()}}
         if now["package"]["sha256"] != before["package"]["sha256"]:
             changed.add(PACKAGE.name)
         if changed:
             names = cut(", ".join(sorted(changed)), 200)
             raise RunError(
-                f"version {self.name} has changed since the start ({names}); compare commits, or a "
-                "copy, if you go on editing"
+                f"version {self.name} has changed since the start ({names}); if you go on editing, "
+                "compare commits, or a copy of the directory"
             )
 
     def compose(self) -> str:
-        """Return the configuration that it composes, as the text of a YAML file.
+        """Return the configuration that this version composes from its arguments, as YAML.
 
         Raises:
-            UserError: Hydra refuses the words, or it imports the code of another directory.
+            UserError: Hydra refuses the arguments, or Python imports the code of another directory.
         """
         command = [*self._command, "--cfg", "job"]
         done = subprocess.run(
@@ -84,16 +85,20 @@ class Version:
             raise self._error("".join(lines[-1:]), done.returncode)
         return done.stdout
 
-    def train(self, words: list[str]) -> None:
-        """Train with these additional words. Print nothing.
+    def train(self, overrides: list[str]) -> None:
+        """Train a job of this version, and print nothing.
+
+        Args:
+            overrides: Overrides of this job, added to the arguments of the version.
 
         Raises:
             UserError: The training has failed.
         """
         with subprocess.Popen(
-            [*self._command, *words],
+            [*self._command, *overrides],
             env=self._environment,
-            start_new_session=True,  # so that Ctrl-C arrives only once, sent from here
+            # Ctrl-C does not reach a new session. It arrives once, from the handler below.
+            start_new_session=True,
             preexec_fn=die_with_parent,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -112,14 +117,14 @@ class Version:
             raise self._error(errors.strip().rpartition("\n")[2], process.returncode)
 
     def _error(self, last: str, code: int) -> UserError:
-        """Return the error of a process of this version, with the last line that it printed."""
-        error = UserError(last or f"error: it ended with exit code {code}")
+        """Make the error of a process of this version from the last line that it has printed."""
+        error = UserError(last or f"error: the process ended with exit code {code}")
         error.kind = f"version {self.name}"
         return error
 
     @property
     def _command(self) -> list[str]:
-        return [sys.executable, version_job.__file__, str(self.directory), *self.words]
+        return [sys.executable, version_job.__file__, str(self.directory), *self.arguments]
 
     @property
     def _environment(self) -> dict[str, str]:
@@ -129,10 +134,10 @@ class Version:
 
 
 def find_commit(name: str) -> str:
-    """Return the commit that a name means in this checkout, or "" if it means a directory.
+    """Return the hash of the commit that a name stands for, or "" if it stands for a directory.
 
     Raises:
-        ConfigError: The name means neither.
+        ConfigError: The name is neither a commit of this checkout nor a directory.
     """
     root = root_of(Path.cwd())
     why = ""
@@ -142,10 +147,10 @@ def find_commit(name: str) -> str:
         try:
             if commit := ask_git(*words).decode().strip():
                 return commit
-        except (OSError, subprocess.SubprocessError, ValueError) as error:  # e.g. it has no git
+        except (OSError, subprocess.SubprocessError, ValueError) as error:  # no git, for instance
             why = f": {error}"
         with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-            branches = ask_git(*BRANCHES).decode().split()
+            branches = ask_git(*LIST_BRANCHES).decode().split()
             why = f"; there are {', '.join(['HEAD', *branches])}"
     where = root or "a checkout here"
     check(
@@ -154,15 +159,16 @@ def find_commit(name: str) -> str:
     return ""
 
 
-def find_version(name: str, commit: str, words: list[str]) -> Version:
-    """Return a version by its name. Check out a commit into the user's cache directory.
+def find_version(name: str, commit: str, arguments: list[str]) -> Version:
+    """Find a version by its name. Check out a commit into the user's cache directory.
 
     Args:
-        commit: The result of `find_commit` for the name.
-        words: Words from the command line, with paths of code in this checkout.
+        commit: The result of `find_commit` for this name.
+        arguments: Command-line arguments of the training. Paths of code lead to this checkout.
 
     Raises:
-        ConfigError: The version has no code to compare, or too many changes to record.
+        ConfigError: The version has no code to compare, or its uncommitted changes are too large
+            to be recorded.
     """
     here = Path.cwd()
     root = root_of(here)
@@ -170,29 +176,32 @@ def find_version(name: str, commit: str, words: list[str]) -> Version:
     if root and commit:
         directory = _worktree(root, commit)
         here = root
-    words, files = _move(words, here, directory)
+    arguments, files = _relocate(arguments, here, directory)
     has_package = (directory / PACKAGE.name / "__init__.py").is_file()
-    what = f"no package {PACKAGE.name}, and no Python file that --config-dir or code= leads to"
-    relative = [word for word in words if ".code=" in word]
+    missing = f"no package {PACKAGE.name}, and no Python file that --config-dir or code= leads to"
+    relative = [argument for argument in arguments if ".code=" in argument]
     if relative:
-        what += f"; {relative[0]} needs the --config-dir=DIR that it is relative to"
-    check(has_package or files, f"{name} has {what}")
-    code = _read(directory, files, has_package)
+        missing += f"; {relative[0]} needs the --config-dir=DIR to which it is relative"
+    check(has_package or files, f"{name} has {missing}")
+    code = _current_code(directory, files, has_package)
     is_kept = code.record["patch"] != TOO_LARGE
-    check(is_kept, f"the changes in {name} are {TOO_LARGE}; commit them")
-    return Version(name, directory, words, code, has_package)
+    check(is_kept, f"the uncommitted changes in {name} are {TOO_LARGE}; commit them")
+    return Version(name, directory, arguments, code, has_package)
 
 
-def _read(directory: Path, files: list[Path], has_package: bool) -> Code:
-    """Return the code of a version as it is now."""
-    # The keys are paths within the version, so that the same files elsewhere are the same code.
+def _current_code(directory: Path, files: list[Path], has_package: bool) -> Code:
+    """Read the present code of a version."""
+    # The keys are relative paths, so that the same files in another directory are the same code.
     hashes = {os.path.relpath(file, directory): hash_file(file) for file in files}
     package = directory / PACKAGE.name if has_package else None
     return read_code(hashes, [file.parent for file in files], package)
 
 
 def _worktree(root: Path, commit: str) -> Path:
-    """Return a directory with the files of a commit, in the user's cache; reuse it if unchanged."""
+    """Check out a commit into the user's cache, unless it is already there and unchanged.
+
+    Return the directory with its files.
+    """
     cache = user_cache() / "versions"
     directory = cache / commit
     with acquire_lock(cache, GIT_TIMEOUT_S, what="the cache directory", key="XDG_CACHE_HOME"):
@@ -200,10 +209,10 @@ def _worktree(root: Path, commit: str) -> Path:
             if read_checkout(directory, commit).commit == commit:
                 return directory
         except (OSError, subprocess.SubprocessError):
-            pass  # there is none yet, or its checkout is gone
+            pass  # there is no such directory yet, or the checkout it belongs to is gone
         shutil.rmtree(directory, ignore_errors=True)
         deadline = time.monotonic() + GIT_TIMEOUT_S
-        # Force twice, because a killed git may leave a lock on a worktree that does not exist.
+        # Force twice, because a killed git may have left a lock for a worktree that does not exist.
         words = ("worktree", "add", "--force", "--force", "--detach", str(directory), commit)
         try:
             git(root, deadline, *no_filters(root, deadline), *words)
@@ -212,29 +221,31 @@ def _worktree(root: Path, commit: str) -> Path:
     return directory
 
 
-def _move(words: list[str], here: Path, directory: Path) -> tuple[list[str], list[Path]]:
-    """Replace paths of code below `here` by the same paths below another directory.
+def _relocate(arguments: list[str], here: Path, directory: Path) -> tuple[list[str], list[Path]]:
+    """Replace paths of code below `here` with the same paths below another directory.
 
     Returns:
-        The words with the new paths, and the Python files to which these lead.
+        The arguments with the new paths, and the Python files to which these paths lead.
 
     Raises:
-        ConfigError: A directory of presets does not exist there.
+        ConfigError: A directory of presets does not exist below the other directory.
     """
     moved = []
     files = list[Path]()
-    for previous, word in zip(["", *words], words, strict=False):
-        key, equals, value = ("", "", word) if previous in PRESETS else word.partition("=")
+    for previous, argument in zip(["", *arguments], arguments, strict=False):
+        key, equals, value = (
+            ("", "", argument) if previous in PRESET_FLAGS else argument.partition("=")
+        )
         name = value.strip("\"'")
         is_code = key.endswith(".code") and os.path.isabs(name)
-        if not (is_code or (key in PRESETS and equals) or previous in PRESETS):
-            moved.append(word)
+        if not (is_code or (key in PRESET_FLAGS and equals) or previous in PRESET_FLAGS):
+            moved.append(argument)
             continue
         path = Path.cwd() / name
-        for candidate in (path.resolve(), path):  # the path as typed comes last and wins
+        for candidate in (path.resolve(), path):  # the unresolved path comes last and wins
             if candidate.is_relative_to(here):
                 path = directory / candidate.relative_to(here)
-        check(is_code or path.is_dir(), f"{word} leads to {path}, which is no directory")
+        check(is_code or path.is_dir(), f"{argument} leads to {path}, which is not a directory")
         files += [path] if is_code else sorted(path.glob("**/*.py"))
         moved.append(f"{key}{equals}{hydra_value(str(path)) if is_code else path}")
     return moved, [file for file in files if file.is_file()]

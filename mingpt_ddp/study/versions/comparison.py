@@ -36,18 +36,19 @@ from mingpt_ddp.study.results.sequential_record import (
 from mingpt_ddp.study.results.stats.significance import MIN_PAIRS
 from mingpt_ddp.study.versions.code_version import Version, find_commit, find_version
 
-WORDS_OF_A_JOB = ("run.seed", "run.root", "run.name")
-NOT_IN_NAMES = re.compile(r"[^\w.+-]+", re.ASCII)  # characters to replace in names of directories
+JOB_KEYS = ("run.seed", "run.root", "run.name")  # keys that differ from job to job
+# Characters that are replaced in the names of directories.
+UNSAFE_CHARACTERS = re.compile(r"[^\w.+-]+", re.ASCII)
 
 
 @dataclass(frozen=True)
 class VersionRun:
-    """A job of a comparison: a version that trains with a seed, in a run directory."""
+    """A job of a comparison: one version trains with one seed, in one run directory."""
 
     version: Version
-    words: list[str]  # run.seed, run.root and run.name, added to the words of the version
+    overrides: list[str]  # values of JOB_KEYS, which are added to the arguments of the version
     directory: Path
-    config: dict[str, Any]  # the configuration that the version composes without `words`
+    config: dict[str, Any]  # configuration that the version composes without `overrides`
 
     @property
     def result(self) -> dict[str, Any]:
@@ -55,9 +56,9 @@ class VersionRun:
 
     @property
     def code(self) -> str:
-        """The code that trained the job, as `report` shows it.
+        """The code that trained the job, as the report shows it.
 
-        An earlier package may not have recorded it. Then this is the code of the version.
+        If an earlier version of the package did not record its code, the code of `version`.
         """
         return describe(recorded_code(self.result) or self.version.code.record)
 
@@ -65,42 +66,46 @@ class VersionRun:
 def compare_versions(
     names: Sequence[str],
     seeds: Sequence[int],
-    words: list[str],
+    arguments: list[str],
     required: str | None,
     until_decided: bool,
     care: float | None,
 ) -> tuple[str, bool]:
-    """Train what is not complete, and add the verdict to experiments.jsonl.
+    """Train several versions with the same seeds, and compare them. Record the verdict.
+
+    Jobs that are already complete are not trained again. The verdict is added to experiments.jsonl.
 
     Args:
-        names: Commits, branches or directories. All others are compared with the first.
-        words: Words of the train command, the same for all versions.
-        required: same_bits, not_worse, or None.
-        until_decided: Train no more seeds of a version once it is decided that it is better than
-            the first version, or worse, or that the difference is smaller than `care`.
+        names: Names of the versions: commits, branches or directories. Each version is compared
+            with the first one.
+        arguments: Arguments of the train command, the same for all versions.
+        required: The requirement that the verdict has to meet: same_bits, not_worse, or None.
+        until_decided: Train no more seeds of a version once it is known to be better than the first
+            version, or worse, or different by less than `care`.
         care: Smallest difference in the loss that matters. None if every difference matters.
 
     Returns:
-        The verdict, and True if it meets the requirement.
+        The verdict as text, and True if it meets the requirement.
 
     Raises:
-        UserError: A version refuses the words, a job has failed, or code, configuration or text
-            changed during the comparison.
+        UserError: A version refuses the arguments, a job has failed, or code, configuration or text
+            has changed during the comparison.
     """
-    if until_decided:  # before anything is written
+    if until_decided:  # checked first, before anything is written
         check_seeds(len(names), len(seeds))
     commits = [find_commit(name) for name in names]
-    versions = [find_version(*each, words) for each in zip(names, commits, strict=True)]
+    versions = [find_version(*each, arguments) for each in zip(names, commits, strict=True)]
     root, name, configs = _compose(versions)
     jobs: dict[str, list[VersionRun]] = {}
     for nth, (version, config) in enumerate(zip(versions, configs, strict=True), 1):
         label = version.name if names.count(version.name) == 1 else f"{nth}: {version.name}"
         jobs[label] = []
         for seed in seeds:
-            directory = root / name / f"{nth}-{NOT_IN_NAMES.sub('_', version.name)},run.seed={seed}"
-            run_words = [f"run.seed={seed}", f"run.root={hydra_value(str(root))}"]
-            run_words.append(f'run.name="{name}/{directory.name}"')
-            jobs[label].append(VersionRun(version, run_words, directory, config))
+            readable = UNSAFE_CHARACTERS.sub("_", version.name)
+            directory = root / name / f"{nth}-{readable},run.seed={seed}"
+            overrides = [f"run.seed={seed}", f"run.root={hydra_value(str(root))}"]
+            overrides.append(f'run.name="{name}/{directory.name}"')
+            jobs[label].append(VersionRun(version, overrides, directory, config))
     with _lock(root / name):
         comparison = None
         if until_decided:
@@ -110,7 +115,7 @@ def compare_versions(
         verdicts, document, text = version_verdict(_settings(jobs), _digests(jobs))
     recorded = {label: each[0].code for label, each in jobs.items()}
     runs = str(root / name)
-    record(root, {"runs": [runs], "versions": recorded, "overrides": words, **document})
+    record(root, {"runs": [runs], "versions": recorded, "overrides": arguments, **document})
     text = f"{text}\nthe runs are in {runs}"
     if why := _why_unmet(required, verdicts):
         return f"{text}\nrequire={required}: {why}", False
@@ -121,11 +126,11 @@ def _compose(versions: list[Version]) -> tuple[Path, str, list[dict[str, Any]]]:
     """Compose the configuration of each version.
 
     Returns:
-        The run.root of the first version, the name of a directory in it for all jobs, and the
-        configurations.
+        The run.root of the first version, the name of the directory in it that holds all jobs, and
+        the configuration of each version.
 
     Raises:
-        UserError: A version refuses the words.
+        UserError: A version refuses the arguments.
     """
     composed = [version.compose() for version in versions]
     configs = [*map(yaml.safe_load, composed)]
@@ -138,9 +143,9 @@ def _compose(versions: list[Version]) -> tuple[Path, str, list[dict[str, Any]]]:
 
 
 def _text_sha256(data: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a text as it is now. Return "" if only the version's code can read it.
+    """Compute the SHA-256 of the present text, or "" if only the version's own code can read it.
 
-    With data.reader, this is the SHA-256 of the files that the reader reads.
+    With data.reader, hash the files that the reader reads.
     """
     from mingpt_ddp.data.prepare import sha256_of_text
 
@@ -166,26 +171,26 @@ def _lock(directory: Path) -> IO[str]:
 
 
 def _train(jobs: dict[str, list[VersionRun]], comparison: SequentialComparison | None) -> None:
-    """Train the jobs that are not complete, seed by seed: A B, B A, A B and so on.
+    """Train the incomplete jobs seed by seed, and alternate the order of versions: A B, B A, A B.
 
     Args:
-        jobs: The jobs of each version by its label, one for each seed.
-        comparison: Decides which versions need more seeds. None if all seeds are trained.
+        jobs: The jobs of each version, one for each seed, by the label of the version.
+        comparison: Decides which versions need more seeds. None to train all seeds.
 
     Raises:
-        UserError: A job has failed, was trained with another code or configuration than its version
-            has now, or on another text than earlier jobs of its version.
+        UserError: A job has failed. Or it was trained with other code or another configuration than
+            its version has now, or on another text than earlier jobs of its version.
     """
     total = sum(map(len, jobs.values()))
     n_jobs = 0
-    # Labels of versions that get no more seeds without a decision: they diverged, or have the same
-    # bits as the first version.
+    # Labels of versions that get no more seeds although nothing is decided. They have diverged, or
+    # have the same bits as the first version.
     stopped = set[str]()
-    texts = dict[str, Any]()  # recorded SHA-256 of the text, by directory of the version
+    texts = dict[str, Any]()  # record of the text, by the directory of the version
     rounds = zip(*jobs.values(), strict=True)
     for i, jobs_of_seed in enumerate(rounds):
         for label, job in [*zip(jobs, jobs_of_seed, strict=True)][:: -1 if i % 2 else 1]:
-            if comparison is not None and not comparison.is_needed(label, stopped):
+            if comparison is not None and not comparison.needs_more_seeds(label, stopped):
                 continue
             n_jobs += 1
             try:
@@ -195,7 +200,10 @@ def _train(jobs: dict[str, list[VersionRun]], comparison: SequentialComparison |
                     raise
                 if i == 0 and label == comparison.record.reference:
                     seed = comparison.record.seeds[0]
-                    raise RunError(f"not decided: seed {seed} of {label} diverged") from None
+                    raise RunError(
+                        f"not decided: seed {seed} of {label} diverged, so that no version can be "
+                        "compared with it; choose other seeds"
+                    ) from None
                 stopped.add(label)
                 continue
             _check_code(job)
@@ -203,9 +211,9 @@ def _train(jobs: dict[str, list[VersionRun]], comparison: SequentialComparison |
             recorded = job.result.get("data")
             if texts.setdefault(str(job.version.directory), recorded) != recorded:
                 raise RunError(
-                    f"{job.directory} was trained on another text than the jobs of "
-                    f"{job.version.name} before it; run the same command again to compare on the "
-                    "text"
+                    f"{job.directory} was trained on another text than earlier jobs of "
+                    f"{job.version.name}; run the same command again to compare all versions on "
+                    "the new text"
                 )
             if comparison is not None:
                 seed = comparison.record.seeds[i]
@@ -218,25 +226,27 @@ def _complete(job: VersionRun, title: str) -> None:
     """Train a job if it is not complete.
 
     Args:
-        title: Number of the job, for the lines that are printed.
+        title: Names the job by its number, in the printed lines.
 
     Raises:
         UserError: The job has failed, or is still not complete.
     """
     if job.result.get("status") != RunStatus.COMPLETE:
         job.version.check_unchanged()
-        echo_error(f"{title}: {job.version.name}, {job.words[0]}")
-        job.version.train(job.words)
+        echo_error(f"{title}: {job.version.name}, {job.overrides[0]}")
+        job.version.train(job.overrides)
         loss = fixed(number(job.result.get("val_loss")), ".4f")
         time = duration(number(job.result.get("wall_seconds"))) or "-"
         echo_error(f"{title}: validation loss {loss} after {time}")
     if job.result.get("status") != RunStatus.COMPLETE:
-        raise RunError(f"{job.directory} is not complete; run the same command to go on")
+        raise RunError(
+            f"{job.directory} is not complete; run the same command again to continue it"
+        )
 
 
 def _has_diverged(job: VersionRun) -> bool:
     """Return True if the loss of a job is not finite."""
-    if not is_run(job.directory):  # it failed before it began
+    if not is_run(job.directory):  # the job failed before it began to train
         return False
     return any(record.status == DIVERGED for record in read_jobs([job.directory]))
 
@@ -244,12 +254,15 @@ def _has_diverged(job: VersionRun) -> bool:
 def _with_same_bits(
     jobs: dict[str, list[VersionRun]], comparison: SequentialComparison
 ) -> set[str]:
-    """Return the labels of versions that end with the same bits as the first version.
+    """Find the versions whose results have the same bits as those of the first version.
 
     The first MIN_PAIRS jobs of each version are compared.
+
+    Returns:
+        The labels of these versions.
     """
     first = comparison.record.reference
-    labels = [label for label in jobs if comparison.is_needed(label)]
+    labels = [label for label in jobs if comparison.needs_more_seeds(label)]
     digests = _digests({label: jobs[label][:MIN_PAIRS] for label in labels})
 
     def bits(label: str) -> list[str | None]:
@@ -261,13 +274,13 @@ def _with_same_bits(
 def _check_code(job: VersionRun) -> None:
     """Check that a job was trained by the code that its version has now.
 
-    Files of the user outside of the version, such as a library, must not have changed either.
+    Files of the user outside of the version, such as a library, must also be unchanged.
 
     Raises:
         RunError: The job was trained by other code.
     """
     code = recorded_code(job.result)
-    if not code:  # trained by an earlier version of the package, which recorded no code
+    if not code:  # an earlier version of the package, which recorded no code, trained the job
         return
     version = job.version
     own = {*version.code.record["files"].values()}
@@ -282,31 +295,31 @@ def _check_code(job: VersionRun) -> None:
         changed.add(PACKAGE.name)
     if changed or code.get("earlier"):
         version.check_unchanged()
-        names = ", ".join(sorted(changed)) or "several versions of it have"
+        names = ", ".join(sorted(changed)) or "but by several versions of it"
         raise RunError(
             f"{job.directory} was not trained by the code of {version.name} ({names:.200}): "
-            "restore that, or delete the directory and run this again"
+            "restore that code, or delete the directory and run the command again"
         )
 
 
 def _check_config(job: VersionRun) -> None:
-    """Check that a job has trained with the configuration of its version, in all its starts."""
+    """Check that each start of a job has trained with the configuration of its version."""
     directory = job.directory
     try:
         recorded = read_yaml(directory / ".hydra" / "config.yaml")
-    except (OSError, ValueError):  # a copy may lack hidden files
+    except (OSError, ValueError):  # a copy of the directory may lack hidden files
         return
-    changes = difference(job.config, recorded, WORDS_OF_A_JOB)
+    changes = difference(job.config, recorded, JOB_KEYS)
     if changes or any(directory.glob("config.*.yaml")):
         change = "; ".join(changes) or "it has config.2.yaml"
         raise RunError(
-            f"{directory} was not trained with the configuration of {job.version.name} ({change}): "
-            "files of that have changed since; delete the directory, or compare commits"
+            f"{directory} was not trained with the configuration that {job.version.name} has now "
+            f"({change}): delete the directory, or compare commits"
         )
 
 
 def _why_unmet(required: str | None, verdicts: list[VersionVerdict]) -> str:
-    """Return the reason why a requirement is not met, or "" if it is met."""
+    """Explain why a requirement is not met. Return "" if it is met."""
     if required == "same_bits" and not all(each.has_same_bits for each in verdicts):
         return "the bits differ"
     if required == "not_worse" and any(each.is_worse for each in verdicts):
@@ -316,7 +329,7 @@ def _why_unmet(required: str | None, verdicts: list[VersionVerdict]) -> str:
 
 
 def _settings(jobs: dict[str, list[VersionRun]]) -> list[Setting]:
-    """Return the jobs of each version as a setting."""
+    """Make a setting of each version, with its jobs as replicates."""
     every_job = itertools.chain(*jobs.values())
     directories = [job.directory for job in every_job if job.directory.is_dir()]
     records = {record.directory: record for record in read_jobs(directories)}
@@ -328,10 +341,10 @@ def _settings(jobs: dict[str, list[VersionRun]]) -> list[Setting]:
 
 
 def _digests(jobs: dict[str, list[VersionRun]]) -> dict[Path, str]:
-    """Return the hashes of the last weights and optimizer states of complete jobs.
+    """Hash the last weights and optimizer states of all complete jobs.
 
     Returns:
-        The hashes as JSON, by run directory.
+        The hashes of each job as JSON, by run directory.
     """
     from mingpt_ddp.snapshots.format import WEIGHT_KINDS
     from mingpt_ddp.snapshots.hashes import hash_snapshot
@@ -340,7 +353,7 @@ def _digests(jobs: dict[str, list[VersionRun]]) -> dict[Path, str]:
     digests = {}
     for job in itertools.chain(*jobs.values()):
         if job.result.get("status") != RunStatus.COMPLETE:
-            continue  # a job that was not needed, or has diverged
+            continue  # the job was not needed, or has diverged
         hashes = hash_snapshot(load(str(job.directory), WEIGHT_KINDS))
         digests[job.directory] = json.dumps(hashes)
     return digests

@@ -58,8 +58,9 @@ def check_resumes_exactly(dry_run: DryRun, val_metrics: list[str]) -> list[Effec
     """Take four steps, repeat the last one from a restored state, and compare all bits.
 
     The last step runs twice: in the objects that took the first three steps, and in new objects
-    with the restored state. The number of steps before it is odd for a reason. An optimizer that
-    acts at every second step, and keeps its own count, then acts differently in new objects.
+    with the restored state. The number of steps before it is odd, so that a hidden step count is
+    found: an optimizer that acts at every second step of its own count would act differently in new
+    objects.
 
     Hooks are called as in training. Hooks of evaluations are called after the third step, and again
     after the last step if one of them has state.

@@ -1,4 +1,7 @@
-"""Evaluate a model: the task's metrics over a split, every item once, over all ranks; a sample."""
+"""Evaluate a model: compute the task's metrics over a split, and generate a sample.
+
+The ranks share the batches of a split, and every item counts once.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -19,7 +22,7 @@ from mingpt_ddp.training.memory import refuse_out_of_memory
 
 
 class Evaluator:
-    """Means of the task's metrics over its splits."""
+    """Computes the means of the task's metrics over its splits."""
 
     def __init__(self, task: Task, runtime: Runtime) -> None:
         self.task = task
@@ -28,17 +31,18 @@ class Evaluator:
         self.splits = {name: task.split(name, runtime.device) for name in task.split_names()}
 
     def run(self, model: nn.Module, name: str) -> dict[str, float]:
-        """Return the metrics of a split by name. A collective.
+        """Evaluate a split. Return its metrics by name, or {} if there is no such split.
 
-        The metrics of a further split `val_<other>` are named <other>_<metric>.
+        The further splits `val_<other>` are evaluated together with `val`. Their metrics are called
+        <other>_<metric>. A collective.
 
         Args:
-            name: `val` or `test`. Its further splits are measured with it. Without such a split
-                {} is returned.
+            model: The model to evaluate.
+            name: Name of the split, `val` or `test`.
 
         Raises:
             ConfigError: The first evaluation does not fit into memory.
-            CodeError: There are too many metrics to record, or no loss.
+            CodeError: There are too many metrics to record, or there is no loss.
         """
         metrics = self.run_unless_stopped(model, name, lambda: False)
         return {} if metrics is None else metrics
@@ -46,10 +50,13 @@ class Evaluator:
     def run_unless_stopped(
         self, model: nn.Module, name: str, stop: Callable[[], bool]
     ) -> dict[str, float] | None:
-        """Return what `run` returns, or None on all ranks if `stop` has returned True on any.
+        """Evaluate a split like `run`, unless `stop` returns True on a rank. Then return None.
 
         Args:
-            stop: Called before every batch.
+            model: The model to evaluate.
+            name: Name of the split, `val` or `test`.
+            stop: Called before every batch. If it returns True on one rank, the evaluation ends on
+                all ranks.
         """
         fits = refuse_out_of_memory(self.task.config, self.runtime, "the first evaluation")
         with nullcontext() if self._has_run else fits, torch.no_grad():
@@ -79,9 +86,14 @@ class Evaluator:
     def _means(
         self, model: nn.Module, split: Split, stop: Callable[[], bool]
     ) -> dict[str, float] | None:
-        """Return the metrics of a split: batch i is computed by copy i mod copies of the model."""
+        """Return the means of the metrics over a split.
+
+        Each copy of the model, on one rank or several, computes its share of the batches: batch i
+        is computed by copy i mod the number of copies. Return None if `stop` returns True.
+        """
         group = self.runtime.group
-        sums: dict[str, list[Tensor]] = defaultdict(list)  # one, or with canonical one per batch
+        # The sums of each metric: a single sum, or with ddp.reduction=canonical one for each batch.
+        sums: dict[str, list[Tensor]] = defaultdict(list)
         counts: dict[str, Tensor | int] = {}
         stopped = False
         bar = progress_bar(group.env, len(split), "evaluating", "batch")
@@ -104,7 +116,7 @@ class Evaluator:
                             sums[name].append(value)
                         counts[name] = counts.get(name, 0) + n
                 bar.update(group.data_size)
-        with group.waiting():  # reading waits for a GPU
+        with group.waiting():  # reading the sums waits for the GPU
             sums_and_counts = {}
             for name, values in sums.items():
                 sums_and_counts[name] = ([float(value) for value in values], float(counts[name]))
@@ -114,9 +126,10 @@ class Evaluator:
         return means_of_ranks([part for _, part in parts])
 
     def _passes(self, split: Split) -> Iterator[tuple[Any, bool]]:
-        """Yield the batches of this rank, and whether they count.
+        """Yield the batches of this rank, each with True if its metrics count.
 
-        The others make up for a rank that has more, where each pass is a collective.
+        If each pass is a collective, all ranks need the same number of batches. A rank that has
+        fewer computes the first batch of the split once more, which then does not count.
         """
         group = self.runtime.group
         count = 0
@@ -127,9 +140,9 @@ class Evaluator:
             yield next(iter(split.batches(0, group.data_size))), False
 
     def sample(self, model: nn.Module, step: int) -> str | None:
-        """Return a text that the model generates, if the task has one. A collective.
+        """Generate a text with the model, if the task can. A collective.
 
-        Return None on ranks without it.
+        Return None on the ranks that do not generate the text.
         """
         if type(self.task).sample is Task.sample:
             return None
@@ -139,11 +152,13 @@ class Evaluator:
 
 
 def means_of_ranks(parts: list[dict[str, tuple[list[float], float]]]) -> dict[str, float]:
-    """Return the means over all ranks.
+    """Return the mean of each metric over all ranks.
+
+    The sums are added in the order of the batches.
 
     Args:
-        parts: by rank and name: the sum over its items, or with ddp.reduction=canonical one for
-            each of its batches, and the number of its items. Batches are added in their order.
+        parts: For each rank, the sums of each metric by name, and the number of its items. There is
+            one sum, or with ddp.reduction=canonical one for each batch of the rank.
     """
     by_rank: dict[str, list[list[float]]] = defaultdict(list)
     counts: dict[str, float] = defaultdict(float)
@@ -154,9 +169,11 @@ def means_of_ranks(parts: list[dict[str, tuple[list[float], float]]]) -> dict[st
     means = {}
     for name, lists in by_rank.items():
         total = 0.0
-        for turn in zip_longest(*lists, fillvalue=0.0):  # batch i was computed by rank i mod ranks
-            for value in turn:  # not sum(): that of Python 3.12 compensates for rounding
+        # Rank i mod the number of ranks has computed batch i.
+        for batches in zip_longest(*lists, fillvalue=0.0):
+            # Do not use sum(), since Python 3.12 compensates for rounding errors in it.
+            for value in batches:
                 total += value
-        if counts[name]:  # else it has no mean
+        if counts[name]:  # a metric without items has no mean
             means[name] = total / counts[name]
     return means

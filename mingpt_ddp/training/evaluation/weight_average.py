@@ -1,7 +1,7 @@
 """The exponential moving average of the weights (EMA), for evaluation, sampling and exports.
 
-Source: Polyak and Juditsky 1992, "Acceleration of Stochastic Approximation by Averaging"; the
-warm-up of the decay is that of TensorFlow's ExponentialMovingAverage.
+Source: Polyak and Juditsky 1992, "Acceleration of Stochastic Approximation by Averaging". The decay
+is warmed up as in TensorFlow's ExponentialMovingAverage.
 """
 
 import contextlib
@@ -15,7 +15,8 @@ from mingpt_ddp.models.dtensor import local_tensor
 from mingpt_ddp.snapshots.state_dict import model_state
 from mingpt_ddp.torch_internals import for_each
 
-MIN_AVERAGED_BYTES = 4  # per number: 16 bits do not resolve the small steps of an average
+# Numbers of 16 bits are too coarse for the small changes of an average.
+MIN_BYTES_PER_NUMBER = 4
 
 
 def check_averaged(model: nn.Module, decay: float) -> None:
@@ -28,21 +29,25 @@ def check_averaged(model: nn.Module, decay: float) -> None:
         ConfigError: The message names the parameter.
     """
     for name, parameter in model.named_parameters():
-        if parameter.dtype.itemsize < MIN_AVERAGED_BYTES:
-            raise ConfigError(f"trainer.ema={decay} needs {name} in fp32; average it in your model")
+        if parameter.dtype.itemsize < MIN_BYTES_PER_NUMBER:
+            raise ConfigError(
+                f"trainer.ema={decay} needs the parameter {name} in fp32; change its type, or "
+                "average it in your model"
+            )
 
 
 class WeightAverage:
-    """The average of each parameter that this rank holds, or of its part of one.
+    """The moving average of the weights that this rank holds: whole parameters, or its shards.
 
-    Without a decay it does nothing.
+    Without a decay this class does nothing.
     """
 
     def __init__(self, model: nn.Module, decay: float | None) -> None:
         """
         Args:
-            model: prepared by the strategy, not wrapped; the average starts from its weights.
-            decay: of the average per step, trainer.ema.
+            model: The model after `strategy.prepare` and without its wrapper. The average starts
+                from its weights.
+            decay: Decay of the average per step (trainer.ema). None for no average.
         """
         self.model = model
         self.decay = decay
@@ -51,15 +56,15 @@ class WeightAverage:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Start again from the present weights of the model."""
+        """Let the average start again from the current weights of the model."""
         for average, parameter in zip(self._averages, self._parameters, strict=True):
             average.copy_(parameter)
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Add the weights after an optimizer step.
+        """Add the current weights to the average, after an optimizer step.
 
-        The first steps are averaged over a shorter time.
+        The decay is smaller in the first steps, so that the average forgets the initial weights.
         """
         if self.decay is None:
             return
@@ -70,9 +75,9 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Let the model have the averages as its weights.
+        """In this context, the model has the averages as its weights.
 
-        Nothing else may read or change them meanwhile.
+        No other thread may read or change the weights in this time.
         """
         self._swap()
         try:
@@ -88,7 +93,10 @@ class WeightAverage:
             average.copy_(weights)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the model's state with the averages for its weights, as the kind `ema`."""
+        """Return the state for a snapshot, under the key `ema`. Return {} without a decay.
+
+        It is the state of the model, with the averages in place of the weights.
+        """
         if self.decay is None:
             return {}
         averages: dict[Tensor, Tensor] = dict(zip(self._parameters, self._averages, strict=True))

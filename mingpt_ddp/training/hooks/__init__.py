@@ -1,1 +1,1 @@
-"""Calls of the user's hooks, and the commands at the end of a run."""
+"""Call the user's hooks during a run."""

@@ -42,7 +42,7 @@ ARGUMENTS = {
 
 @dataclass
 class Action:
-    """A hook of this run."""
+    """A hook of this run that acts on the training."""
 
     event: str
     registered: Any  # a function, or a class
@@ -140,9 +140,11 @@ class Actions:
         # before the first one, with None as the hook.
         self.watch: Watch = lambda event, action, values, metrics: None
         # Memory of the most recent step's gradients.
-        self._gradients: list[weakref.ref[torch.UntypedStorage]] = []
-        self._before: dict[str, Tensor] | None = None  # the state before the latest step
-        self._is_lost = False  # True if the state was lost with a discarded step
+        self._gradient_storages: list[weakref.ref[torch.UntypedStorage]] = []
+        # Copy of the hooks' state before the latest step. None if no copy was kept.
+        self._state_before_step: dict[str, Tensor] | None = None
+        # True if a step was discarded, but no copy of the state before it was kept.
+        self._state_is_lost = False
         self._own_gradients: OwnGradients | None = None
         # Measurements of this rank's micro-batches in the most recent passes, by hook.
         self._measured: dict[str, list[Any]] = {}
@@ -172,7 +174,7 @@ class Actions:
             return {}
         held = {
             "weight": [parameter.untyped_storage() for parameter in model.parameters()],
-            "gradient": [each for ref in self._gradients if (each := ref()) is not None],
+            "gradient": [each for ref in self._gradient_storages if (each := ref()) is not None],
         }
         tensors: dict[str, Tensor] = {}
         for action in self.actions:
@@ -206,18 +208,18 @@ class Actions:
                     action.hook.load_state_dict(states.pop(action.name))
                 else:
                     notes.append(
-                        f"no state of the hook {action.name}, which begins with its first one"
+                        f"no state of the hook {action.name}, which begins with its initial state"
                     )
         notes += [f"state of the hook {name}, which is not registered any more" for name in states]
-        self._is_lost = False
+        self._state_is_lost = False
         return notes
 
     def discard(self) -> None:
         """Return the hooks to their state before the latest step."""
-        if self._before is not None:
-            self.load(self._before)
+        if self._state_before_step is not None:
+            self.load(self._state_before_step)
         else:
-            self._is_lost = self.have_state
+            self._state_is_lost = self.have_state
 
     def _keep(self) -> None:
         """Keep a copy of the state, for a step that may be discarded.
@@ -227,14 +229,16 @@ class Actions:
         Raises:
             ConfigError: A step was discarded although no copy was kept.
         """
-        if self._is_lost:
+        if self._state_is_lost:
             raise ConfigError(
                 "TrainStep.discard with a hook that has state needs trainer.on_nonfinite=skip"
             )
         policy = self.config.trainer.on_nonfinite
         # The gradient scaler of fp16 discards steps under any policy.
         if policy != "stop" or self.runtime.scaler.is_enabled():
-            self._before = {name: tensor.clone() for name, tensor in self.state().items()}
+            self._state_before_step = {
+                name: tensor.clone() for name, tensor in self.state().items()
+            }
 
     # Calls.
 
@@ -275,7 +279,7 @@ class Actions:
         """Return the measurements of all micro-batches of the step. A collective."""
         group = self.runtime.group
         own: list[Measured] = []
-        with group.waiting():  # reading waits for a GPU
+        with group.waiting():  # reading the measurements waits for the GPU
             for measured in self._measured[action.name]:
                 own.append(as_numbers(measured, action.label))
         stacked = stack(group.all_gather(own), action.label)
@@ -293,7 +297,9 @@ class Actions:
         divided = gradients_of(model)
         if self.have_state:
             self._keep()
-            self._gradients = [weakref.ref(each.untyped_storage()) for each in divided.values()]
+            self._gradient_storages = [
+                weakref.ref(each.untyped_storage()) for each in divided.values()
+            ]
         if not self.at("gradients"):
             return {}
         gradients = {name: local_tensor(each) for name, each in divided.items()}
@@ -343,7 +349,7 @@ class Actions:
             evaluation = Evaluation(step, model, task, self.runtime)
             metrics = self._call("evaluation", step, {*taken}, evaluation)
         group = self.runtime.group
-        with group.waiting():  # reading waits for a GPU
+        with group.waiting():  # reading the metrics waits for the GPU
             sums_and_counts = {
                 name: ([float(total)], float(n)) for name, (total, n) in metrics.items()
             }
@@ -421,7 +427,7 @@ class Actions:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients by parameter, of the parameters that have one."""
+    """Return the gradients by the name of their parameter. Leave out parameters without one."""
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 

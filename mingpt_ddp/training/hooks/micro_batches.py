@@ -15,10 +15,10 @@ Measured = dict[str, Any]
 
 
 class OwnGradients:
-    """Holds the gradients of one backward pass alone.
+    """Holds the gradients of a single backward pass.
 
-    It only watches: autograd adds up the gradients of several passes in the same order as without
-    it, and the sums have the same bits.
+    It only watches. Autograd adds up the gradients of several passes in the same order as usual, so
+    the sums keep the same bits.
     """
 
     def __init__(self, strategy: Strategy, model: nn.Module) -> None:
@@ -27,7 +27,8 @@ class OwnGradients:
         strategy.watch_gradients(model, self._take)
 
     def _take(self, name: str, gradient: Tensor) -> None:
-        if name in self._gradients:  # a reentrant checkpoint computes a gradient in several parts
+        # A reentrant checkpoint computes a gradient in several parts.
+        if name in self._gradients:
             gradient = self._gradients[name] + gradient
         self._gradients[name] = gradient
 

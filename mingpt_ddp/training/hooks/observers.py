@@ -16,14 +16,22 @@ log = logging.getLogger(__name__)
 
 
 class Hooks:
-    """The hooks of this run (config/builders.py). Rank zero calls them, with copies of values."""
+    """The hooks of this run that only observe it (config/builders.py).
+
+    Rank zero calls them with copies of its values, so that a hook cannot change the run.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
         self._failed: set[str] = set()
 
     def call(self, event: str, *values: Any) -> None:
-        """Call the hooks of an event: `step`, `evaluate` or `end`."""
+        """Call the hooks of an event. On ranks other than zero, do nothing.
+
+        Args:
+            event: The event: `step`, `evaluate` or `end`.
+            values: Arguments of the hooks.
+        """
         self.group.env.call_on_rank_zero(partial(self._call, event, values))
 
     def _call(self, event: str, values: tuple[Any, ...]) -> None:
@@ -35,15 +43,15 @@ class Hooks:
             try:
                 with attribute_errors_to_user_code():
                     hook(*copy.deepcopy(values))
-            except (Exception, SystemExit) as error:  # training is worth more than a hook
-                self._failed.add(name)
+            except (Exception, SystemExit) as error:
+                self._failed.add(name)  # a hook that fails must not end the training
                 log.warning("a hook of @on(%r) is not called again: %s", event, error)
             self.group.set_activity(before["activity"], before["waiting"])
 
 
 @dataclass(frozen=True)
 class Observers:
-    """Who sees what happens in a run, and who may end it early."""
+    """The parts that observe a run. The pruner and the signals may end it early."""
 
     hooks: Hooks
     senders: list[Sender]  # one for each tracker, on rank zero

@@ -1,4 +1,4 @@
-"""The state of a run in a snapshot: what is saved, read, and compared before a run resumes."""
+"""Save the state of a run in a snapshot, check it before a run resumes, and restore it."""
 
 import contextlib
 import logging
@@ -24,27 +24,39 @@ from mingpt_ddp.snapshots.read.load import snapshot_to_resume
 from mingpt_ddp.snapshots.state_dict import load_model_state, load_optimizer_state
 from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.tasks.task import Task, recorded_sha256
-from mingpt_ddp.training.train_state import OF_METRICS, TrainState
+from mingpt_ddp.training.train_state import METRIC_FIELDS, TrainState
 from mingpt_ddp.training.trainable import Trainable
 
 log = logging.getLogger(__name__)
 
-NOT_IN_IDENTITY = ("name", "dropout", "code")  # of model
-# Code counts by its content, wherever it comes from.
+# Keys of `model` that may change when a run resumes.
+FREE_MODEL_KEYS = ("name", "dropout", "code")
+# Keys that say where the data comes from. They may change, as long as the content is the same.
 DATA_SOURCE_KEYS = ("data.path", "data.sha256", "data.reader")
 DATA_SHA256 = "the content of the data (SHA-256)"
-PROGRESS_BYTES = 1 << 20  # space in a state.json for what training adds to it
-# What reading an untrusted state may raise.
-INVALID = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, ConfigError)
+PROGRESS_BYTES = 1 << 20  # space in a state.json that is reserved for the progress of training
+# Exceptions that an invalid state may cause.
+INVALID_STATE_ERRORS = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    ConfigError,
+)
 
 
 def snapshot_state(
     state: TrainState, runtime: Runtime, task: Task, plan: BatchPlan, steps: int
 ) -> dict[str, Any]:
-    """Return the content of state.json.
+    """Collect the content of state.json.
 
     Args:
-        steps: of the whole run, by the limits of this attempt.
+        state: The train state of the run.
+        runtime: The runtime of this rank.
+        task: The task of the run.
+        plan: How a batch is split into micro-batches.
+        steps: Number of steps of the whole run, by the limits of this attempt.
     """
     state.saved_at = time.time()
     return {
@@ -68,19 +80,19 @@ def check_state_size(task: Task) -> None:
     limit = MAX_STATE_BYTES - PROGRESS_BYTES
     check(
         size <= limit,
-        f"no snapshot could be read again: {STATE} would begin with {size:,} bytes, of which "
-        f"at most {limit:,} leave room for training; it holds the configuration and what the data "
-        "needs to be read; make one of them smaller",
+        f"{STATE} would begin with {size:,} bytes, but no snapshot with more than {limit:,} bytes "
+        "could be read again; it holds the configuration and the tokenizer: make one of them "
+        "smaller",
     )
 
 
 def restore_newest(manager: SnapshotManager, task: Task, trainable: Trainable) -> TrainState | None:
-    """Load the newest snapshot, if there is one, into what is trained; return its train state.
+    """Load the newest snapshot into the model, the optimizer and the hooks. A collective.
 
-    A collective.
+    Return its train state, or None if there is no snapshot.
 
     Raises:
-        SnapshotError: there are snapshots, but none that this run can resume from.
+        SnapshotError: There are snapshots, but this run cannot resume from any of them.
     """
     snapshot = manager.load_latest(partial(check_state, task=task))
     if snapshot is None:
@@ -91,7 +103,15 @@ def restore_newest(manager: SnapshotManager, task: Task, trainable: Trainable) -
 
 
 def restore(snapshot: Snapshot, trainable: Trainable, scaler: GradScaler) -> TrainState:
-    """Load a snapshot that `check_state` accepted into the live objects; return its TrainState."""
+    """Load a snapshot into the model, the optimizer, the hooks and the gradient scaler.
+
+    Return its train state.
+
+    Args:
+        snapshot: A snapshot that `check_state` has accepted.
+        trainable: The objects to load it into.
+        scaler: The gradient scaler to load it into.
+    """
     model = trainable.model
     if trainable.average.decay is not None:
         if not snapshot.ema:
@@ -110,9 +130,12 @@ def restore(snapshot: Snapshot, trainable: Trainable, scaler: GradScaler) -> Tra
 
 
 def _encode(state: TrainState) -> dict[str, Any]:
-    """Return the fields for a state.json. JSON has no NaN: a metric that is not finite is text."""
+    """Return the fields of a train state for a state.json.
+
+    JSON has no NaN and no infinity, so a metric that is not finite becomes a text.
+    """
     values = asdict(state)
-    for key in OF_METRICS:
+    for key in METRIC_FIELDS:
         for name, value in values[key].items():
             values[key][name] = value if math.isfinite(value) else str(value)
     return values
@@ -122,7 +145,7 @@ def read_train_state(state: Any) -> TrainState:
     """Return the train state in a state.json, without fields added by later versions."""
     names = {each.name for each in fields(TrainState)}
     known = {key: value for key, value in state["train_state"].items() if key in names}
-    for key in OF_METRICS:
+    for key in METRIC_FIELDS:
         if key in known:
             known[key] = {name: _decode(value) for name, value in known[key].items()}
     return build(TrainState, known, "train_state")
@@ -133,11 +156,11 @@ def _decode(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """The records of the snapshot that a run resumes from, without its tensors."""
+class RecordedSnapshot:
+    """The snapshot that a run resumes from, without its tensors."""
 
     step: int
-    state: dict[str, Any]  # content of state.json; only what the properties return is checked
+    state: dict[str, Any]  # content of state.json; only the values of the properties are checked
 
     @property
     def batch_size(self) -> int:
@@ -154,13 +177,20 @@ class Recorded:
 
 def read_recorded(
     store: SnapshotStore, directory: Path, source: str | None, group: ProcessGroup
-) -> Recorded | None:
-    """Read the records of the snapshot that the run resumes from. Return None if there is none.
+) -> RecordedSnapshot | None:
+    """Read the snapshot that the run resumes from, without its tensors. A collective.
 
-    A collective. Arguments and errors are those of `snapshot_to_resume`.
+    Return None if there is no snapshot.
+
+    Args:
+        store: Store of the snapshots of this run.
+        directory: The run directory.
+        source: The run to continue from if this run has no snapshot of its own. None if there is no
+            such run.
+        group: The process group.
 
     Raises:
-        SnapshotError: The records have an invalid batch size or train state.
+        SnapshotError: The snapshot cannot be read, or it has an invalid batch size or train state.
     """
 
     def read() -> dict[str, Any] | None:
@@ -173,14 +203,14 @@ def read_recorded(
                 newest.state["micro_batch_size"],
             )
             if not all(type(size) is int and size > 0 for size in sizes):
-                raise ValueError(f"batches of {sizes[0]} and {sizes[1]}")
+                raise ValueError(f"batch sizes of {sizes[0]} and {sizes[1]}")
             read_train_state(newest.state)
-        except INVALID as error:
+        except INVALID_STATE_ERRORS as error:
             raise _invalid_state(newest.step, error) from error
         return {"step": newest.step, "state": newest.state}
 
     values = group.run_on_rank_zero(read)
-    return None if values is None else Recorded(**values)
+    return None if values is None else RecordedSnapshot(**values)
 
 
 def _invalid_state(step: int, error: Exception) -> SnapshotError:
@@ -191,52 +221,57 @@ def check_state(step: int, state: Any, task: Task) -> None:
     """Refuse a snapshot that this run cannot resume from.
 
     Args:
-        state: the parsed state.json, untrusted.
+        step: Step of the snapshot.
+        state: The untrusted content of its state.json.
+        task: The task of this run.
 
     Raises:
-        SnapshotError: its task, model, data or data order differs, or it was not written by a run.
+        SnapshotError: The snapshot has another task, model, data or data order than this run, or
+            its state is invalid.
     """
     config = task.config
     try:
         old = _recorded_settings(step, state, config)
-    except INVALID as error:
+    except INVALID_STATE_ERRORS as error:
         raise _invalid_state(step, error) from error
     new = flatten(config.to_dict())
     new[DATA_SHA256] = task.sha256[:16]
     differences = []
     for key in [*identity_keys(config.to_dict()), DATA_SHA256]:
         if old.get(key) != new.get(key):
-            differences.append(f"{key} ({str(old.get(key))[:100]} there, {new.get(key)} now)")
+            old_value = str(old.get(key))[:100]
+            differences.append(f"{key} ({old_value} in the snapshot, {new.get(key)} now)")
     if not differences:
         return
     advice = "or choose another run.name, or run.resume=never"
-    if config.run.source is not None:  # it would continue the training of another run
+    if config.run.source is not None:  # this run would continue the training of another run
         advice = f"or write run.init_from={config.run.source} to start from its weights alone"
     raise SnapshotError(
         f"the snapshot of step {step} was saved with other settings: {', '.join(differences)}; "
-        f"restore them, {advice}"
+        f"use the old settings, {advice}"
     )
 
 
 def _recorded_settings(step: int, state: Any, config: Config) -> dict[str, Any]:
-    """Return the configuration and the SHA-256 of the data in a state.json, by dotted key.
+    """Return the settings in a state.json by dotted key, and the SHA-256 of the data.
 
     Raises:
-        One of INVALID: it is not the state of this step of a run.
+        One of INVALID_STATE_ERRORS: The state is invalid, or it belongs to another step.
     """
-    # ddp may differ, even in its keys
+    # The keys of ddp may differ between versions, and do not matter here.
     recorded = {**without_unknown(state["config"]), "ddp": config.to_dict()["ddp"]}
-    # So may the schedule, which the user's code may have registered.
+    # The schedule does not matter either. It may be one of the user's code, which is missing now.
     recorded["optimizer"] = {
         **recorded["optimizer"],
         "schedule": config.optimizer.schedule,
         "schedule_settings": config.optimizer.schedule_settings,
     }
-    with contextlib.suppress(NotRegisteredError):  # another model or optimizer: it differs
-        recorded = from_mapping(recorded).to_dict()  # with the defaults of newer keys
+    # If the model or optimizer is not registered, it differs from the one of this run anyway.
+    with contextlib.suppress(NotRegisteredError):
+        recorded = from_mapping(recorded).to_dict()  # adds the defaults of newer keys
     micro_batch_size = state["micro_batch_size"]
-    is_divided = recorded["trainer"]["batch_size"] % micro_batch_size == 0
-    if read_train_state(state).step != step or not is_divided:
+    is_multiple = recorded["trainer"]["batch_size"] % micro_batch_size == 0
+    if read_train_state(state).step != step or not is_multiple:
         recorded_step = state["train_state"]["step"]
         raise ValueError(f"step {recorded_step}, micro_batch_size {micro_batch_size}")
     settings = flatten(recorded)
@@ -246,7 +281,7 @@ def _recorded_settings(step: int, state: Any, config: Config) -> dict[str, Any]:
 
 def identity_keys(config: dict[str, Any]) -> list[str]:
     """List the keys whose values must match for a run to resume from a snapshot."""
-    keys = [f"model.{key}" for key in config["model"] if key not in NOT_IN_IDENTITY]
+    keys = [f"model.{key}" for key in config["model"] if key not in FREE_MODEL_KEYS]
     for key in named_keys(config):
         if key.startswith(("task.", "data.")) and key not in DATA_SOURCE_KEYS:
             keys.append(key)

@@ -1,12 +1,12 @@
-"""Decide when a run saves, and measure what that costs its training.
+"""Decide when a run saves a snapshot, and measure how much training time the snapshot costs.
 
 All times are in seconds.
 
 The model: failures are a Poisson process, with one failure in `mtbf_s` (snapshot.mtbf_hours) on
-average, also during restarts. Training runs for an interval, loses `cost_s` to a snapshot, and
+average, also during restarts. Training runs for an interval, waits `cost_s` for a snapshot, and
 continues. A failure loses all training since the start of the last durable snapshot. The best
-interval depends neither on the time until a snapshot becomes durable nor on the time of a restart:
-benchmarks/availability.py has the formula. The CPU time of the threads of a save is not measured.
+interval depends neither on the time until a snapshot is durable, nor on the duration of a restart:
+benchmarks/availability.py has the formula. The CPU time of the threads that save is not measured.
 """
 
 import contextlib
@@ -28,39 +28,46 @@ from mingpt_ddp.training.trainable import Run
 
 log = logging.getLogger(__name__)
 
-FIRST_S = 30.0  # of training at most before the first snapshot of a run, which measures the cost
-LEAST_COSTS = 10  # times its cost between two snapshots: however often a run fails, it goes on
-NEWEST_SAVE = 0.25  # weight of the newest snapshot in the mean cost
-ASSUMED_COST_S = 0.0053  # until then: FIRST_S is the best interval at one failure a day
+# The first snapshot of a run measures its cost, so it is taken after at most this much training.
+FIRST_INTERVAL_S = 30.0
+# Cost of a snapshot until it has been measured. FIRST_INTERVAL_S is the best interval for this cost
+# and one failure a day.
+ASSUMED_COST_S = 0.0053
+# An interval is at least this many times as long as a snapshot costs. A run that fails very often
+# therefore still makes progress.
+MIN_INTERVAL_IN_COSTS = 10
+NEWEST_COST_WEIGHT = 0.25  # weight of the newest snapshot in the moving mean of the cost
 
 
 def young_interval(cost_s: float, mtbf_s: float) -> float:
-    """Return the seconds of training between two snapshots that lose the least time.
+    """Return the time of training between two snapshots that loses the least time overall.
 
     J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
 
     Args:
-        cost_s: how long training stalls for one snapshot, not how long the asynchronous write
-            takes.
-        mtbf_s: mean time between failures of the whole run, that of one node divided by the number
-            of nodes.
+        cost_s: Time for which training waits for one snapshot. The asynchronous write does not
+            count.
+        mtbf_s: Mean time between failures of the whole run. With n nodes this is 1/n of the mean
+            time of a single node.
     """
     return math.sqrt(2 * cost_s * mtbf_s)
 
 
 def automatic_interval(cost_s: float, mtbf_s: float, durable_s: float) -> float:
-    """Return Young's interval, or one that leaves most of the time to training.
+    """Return Young's interval, or a longer one if snapshots would take up too much time.
 
     Args:
-        durable_s: from the start of a save to its commit: saves do not overlap.
+        cost_s: Time for which training waits for one snapshot.
+        mtbf_s: Mean time between failures of the whole run.
+        durable_s: Time from the start of a save to its commit. Saves do not overlap.
     """
-    return max(young_interval(cost_s, mtbf_s), durable_s, LEAST_COSTS * cost_s)
+    return max(young_interval(cost_s, mtbf_s), durable_s, MIN_INTERVAL_IN_COSTS * cost_s)
 
 
 class SaveSchedule:
-    """Save when the configuration, a signal or the end of the run requires it.
+    """Saves a snapshot when the configuration, a signal or the end of the run requires it.
 
-    All ranks call the same methods at the same step.
+    All ranks must call the same methods at the same step.
     """
 
     def __init__(
@@ -77,52 +84,58 @@ class SaveSchedule:
         self.train_step = train_step
         self.meter = meter
         self.anomaly = anomaly
-        self._every: list[int] = []  # steps
+        self._intervals_in_steps: list[int] = []
         if isinstance(self.snapshot.every_steps, int):
-            self._every.append(self.snapshot.every_steps)
+            self._intervals_in_steps.append(self.snapshot.every_steps)
         if self.snapshot.every_epochs:
-            self._every.append(self.snapshot.every_epochs * run.length.steps_per_epoch)
-        self._interval_s = self._best_interval()  # with every_steps=auto
-        self._since = time.monotonic()  # of the last snapshot
-        self._stall_s = 0.0  # since the last snapshot was taken
-        self._recorded_step: int | None = None  # of the last snapshot whose cost is recorded
-        self._clock = time.perf_counter()
-        self._is_pending = False  # a snapshot is due, and has not begun
+            self._intervals_in_steps.append(self.snapshot.every_epochs * run.length.steps_per_epoch)
+        # An interval begins with a snapshot and ends with the next one. With every_steps=auto this
+        # is its length, in seconds.
+        self._interval_s = self._best_interval()
+        self._interval_start = time.monotonic()
+        self._interval_stall_s = 0.0  # time in this interval for which training waited
+        # Step of the last snapshot whose cost has been recorded.
+        self._cost_recorded_step: int | None = None
+        self._counted_until = time.perf_counter()  # the time up to here is in the train state
+        self._is_pending = False  # True if a snapshot is due, but could not begin yet
 
     def begin(self) -> None:
-        """Begin to train: the time since this object was made was a part of the start."""
+        """Begin to train. The time since this object was made counts as part of the start."""
         now = time.perf_counter()
-        self.state.wasted_seconds += now - self._clock
-        self._clock = now
-        self._since = time.monotonic()
+        self.state.wasted_seconds += now - self._counted_until
+        self._counted_until = now
+        self._interval_start = time.monotonic()
 
     def update_wall_time(self) -> TrainState:
-        """Add the time since the last call to the train state; return the train state."""
+        """Add the time since the last call to the train state. Return the train state."""
         now = time.perf_counter()
-        self.state.wall_seconds += now - self._clock
-        self._clock = now
+        self.state.wall_seconds += now - self._counted_until
+        self._counted_until = now
         return self.state
 
     def take_result(self) -> None:
-        """Take the result of a save that has ended on all ranks; the first measures the cost."""
+        """Take the result of a save that has ended on all ranks.
+
+        The first result of a run gives the first measurement of the cost.
+        """
         self.manager.wait()
         if self.state.save_durable_s is None and self.manager.durable_s is not None:
             self._record_cost()
             self._interval_s = self._best_interval()
 
     def is_due(self) -> bool:
-        """Return whether a snapshot is due by this rank's clock."""
-        elapsed = time.monotonic() - self._since
+        """Return True if a snapshot is due by this rank's clock."""
+        elapsed = time.monotonic() - self._interval_start
         if self.snapshot.every_steps == "auto" and elapsed >= self._interval_s:
             return True
         minutes = self.snapshot.every_minutes
         return minutes is not None and elapsed >= 60 * minutes
 
     def wait_for_staging(self) -> None:
-        """Wait until the tensors are staged, so that the weights may change.
+        """Wait until the save in progress has copied the tensors. Then the weights may change.
 
-        What a GPU computes meanwhile is no stall; nor does the host wait for it unless the tensors
-        are being staged.
+        The time for which the GPU still computes does not count as a stall. If no tensors are being
+        copied, this returns at once and does not wait for the GPU.
         """
         if not self.manager.is_staging:
             return
@@ -130,97 +143,105 @@ class SaveSchedule:
             self.manager.wait_for_staging()
 
     def maybe_save(self, is_due: bool) -> None:
-        """Save if a snapshot is due, or as soon as the save in progress has finished.
+        """Save if a snapshot is due. If another save is in progress, save at a later step.
 
         Args:
-            is_due: whether one is due by rank zero's clock.
+            is_due: True if a snapshot is due by the clock of rank zero.
         """
         step = self.state.step
         keep_every = self.snapshot.keep_every
-        if keep_every and step % keep_every == 0:  # a milestone is of no other step
+        # A milestone must be saved at exactly this step, so wait for the save in progress.
+        if keep_every and step % keep_every == 0:
             self.save()
             return
-        if is_due or any(step % every == 0 for every in self._every):
+        if is_due or any(step % every == 0 for every in self._intervals_in_steps):
             self._is_pending = True
         if not self._is_pending:
             return
         until = self.manager.quick_deadline
-        waits = time.monotonic() < until  # else it only asks, which is no reason to wait for a GPU
+        # After the deadline `wait` only asks whether the save has finished. `_stall` would wait for
+        # the GPU, which is not worth it then.
+        waits = time.monotonic() < until
         with self._stall() if waits else contextlib.nullcontext():
             can_start = self.manager.wait(until=until)
         if not can_start:
             return
         with self._stall():
-            self.manager.save(self._capture())
+            self.manager.save(self._run_state())
             if not self.snapshot.background:
                 self.manager.wait()
 
     def save(self) -> None:
-        """Start to save this step, after the save in progress."""
+        """Wait for the save in progress, and start to save this step."""
         with self._stall():
             self.manager.wait()
-            self.manager.save(self._capture())
+            self.manager.save(self._run_state())
             if not self.snapshot.background:
                 self.manager.wait()
 
     def commit(self) -> None:
-        """Wait until this step is saved, and retry as often as failures are allowed.
+        """Wait until this step is saved. Retry after a failure, up to snapshot.max_failures times.
 
         Raises:
-            StorageUnavailableError, StorageUnusableError: snapshot.max_failures are exceeded.
+            StorageUnavailableError, StorageUnusableError: More saves have failed than
+                snapshot.max_failures allows.
         """
         with self._stall():
             self.manager.wait()
             while self.manager.last_step != self.state.step:
-                self.manager.save(self._capture())
+                self.manager.save(self._run_state())
                 self.manager.wait()
         self.update_wall_time()
 
     def save_on_preemption(self, elapsed_s: float) -> None:
-        """Save within the grace period if there is time; else wait for the save in progress.
+        """Save this step before the grace period ends, if there is enough time.
+
+        If not, only wait for the save in progress.
 
         Args:
-            elapsed_s: since this rank's signal.
+            elapsed_s: Time since this rank has received the signal.
         """
         group = self.run.runtime.group
         step = self.state.step
         left = self.snapshot.grace_seconds - max(group.all_gather(elapsed_s))
         until = time.monotonic() + left
         needed = max(group.all_gather(self.manager.durable_s or 0.0))
-        # Resume from the older snapshot.
+        # If the save fails, the run will resume from an older snapshot.
         with contextlib.suppress(StorageUnavailableError, StorageUnusableError):
             while self.manager.wait(until) and self.manager.last_step != step:
                 if not group.all_gather(until - time.monotonic() > needed)[0]:
                     break
-                self.manager.save(self._capture())
+                self.manager.save(self._run_state())
         older = self.manager.last_step
         if older == step:
             log.info("preempted at step %d; rerun the same command to resume", step)
             return
-        last = "there is no snapshot yet" if older is None else f"the last one is of step {older}"
-        log.warning("preempted at step %d without time for a snapshot: %s", step, last)
+        newest = "there is no snapshot yet"
+        if older is not None:
+            newest = f"the newest one is from step {older}"
+        log.warning("preempted at step %d without time for a snapshot: %s", step, newest)
 
     def restore_latest(self) -> TrainState | None:
-        """Load the newest snapshot, if any, into what is trained; return its TrainState."""
+        """Load the newest snapshot. Return its train state, or None if there is no snapshot."""
         self.manager.wait()
         return restore_newest(self.manager, self.run.task, self.run.trainable)
 
     @contextlib.contextmanager
     def _stall(self) -> Iterator[None]:
-        """Count the time in this context as a stall of training.
+        """Count the time in this context as a stall, in which training waits for a snapshot.
 
-        It begins when a GPU has done what is queued: that is training.
+        The GPU first finishes its queued work, which still counts as training.
         """
         with self.meter.paused() as pause:
             yield
         self.state.stall_seconds += pause.seconds
-        self._stall_s += pause.seconds
+        self._interval_stall_s += pause.seconds
 
-    def _capture(self) -> RunState:
-        """Return what to save of this step.
+    def _run_state(self) -> RunState:
+        """Collect the state of the run for a snapshot.
 
         Raises:
-            TrainingError: the loss is not finite; such a state is not saved.
+            TrainingError: The loss is not finite. Such a state is not saved.
         """
         state = self.update_wall_time()
         meter = self.meter
@@ -240,7 +261,7 @@ class SaveSchedule:
         return RunState(state.step, values, self.run.trainable.tensors(), state.best_step)
 
     def _begin_interval(self) -> None:
-        """Begin the interval to the next snapshot; with every_steps=auto choose its length."""
+        """Begin the interval until the next snapshot. With every_steps=auto, choose its length."""
         self._is_pending = False
         self._record_cost()
         if self.snapshot.every_steps == "auto":
@@ -248,27 +269,29 @@ class SaveSchedule:
             log.info(
                 "the next snapshot is due in %.1f s", self._interval_s, extra={"file_only": True}
             )
-        self._since = time.monotonic()
-        self._stall_s = 0.0
+        self._interval_start = time.monotonic()
+        self._interval_stall_s = 0.0
 
     def _record_cost(self) -> None:
-        """Record what the last snapshot has cost, for this attempt and the next.
+        """Record the cost of the last snapshot in the train state.
 
-        Each that was committed counts once: that of a failed save is another.
+        Count each committed snapshot once. A failed save does not count.
         """
         state = self.state
         last_step = self.manager.last_step
-        if self.manager.durable_s is None or last_step == self._recorded_step:
+        if self.manager.durable_s is None or last_step == self._cost_recorded_step:
             return
-        self._recorded_step = last_step
-        weight = 1.0 if state.save_durable_s is None else NEWEST_SAVE  # 1: it is the first
-        state.save_stall_s += weight * (self._stall_s - state.save_stall_s)
+        self._cost_recorded_step = last_step
+        weight = NEWEST_COST_WEIGHT
+        if state.save_durable_s is None:  # this is the first measurement
+            weight = 1.0
+        state.save_stall_s += weight * (self._interval_stall_s - state.save_stall_s)
         state.save_durable_s = self.manager.durable_s
 
     def _best_interval(self) -> float:
-        """Return the best interval for the cost of a snapshot."""
+        """Return the best interval between snapshots, given the measured cost of a snapshot."""
         state = self.state
         mtbf_s = 3600 * self.snapshot.mtbf_hours
         if state.save_durable_s is None:
-            return min(FIRST_S, young_interval(ASSUMED_COST_S, mtbf_s))
+            return min(FIRST_INTERVAL_S, young_interval(ASSUMED_COST_S, mtbf_s))
         return automatic_interval(state.save_stall_s, mtbf_s, state.save_durable_s)

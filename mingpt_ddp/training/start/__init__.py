@@ -1,1 +1,1 @@
-"""The start of a run: its stages, the checks before anything is written, the log lines."""
+"""The start of a run: its stages, the checks before anything is written, and its log lines."""

@@ -1,6 +1,6 @@
-"""The stages of a start of a run, up to the training.
+"""The stages of the start of a run, until its training begins.
 
-Each is a collective, and returns what the later ones need: inputs, the history, the run.
+Each stage is a collective. Its result (history, inputs, run) is the input of later stages.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ from mingpt_ddp.training.dry_run.user_code import check_user_code
 from mingpt_ddp.training.length import RunLength, check_minutes
 from mingpt_ddp.training.memory import SMALLER_MODEL_ADVICE, refuse_out_of_memory
 from mingpt_ddp.training.saves.resume import (
-    Recorded,
+    RecordedSnapshot,
     check_state,
     check_state_size,
     read_recorded,
@@ -68,17 +68,17 @@ from mingpt_ddp.training.train_state import (
 from mingpt_ddp.training.trainable import Run, Trainable, build_trainable
 
 # Keys of ddp that may differ between ranks.
-PER_NODE = ("nproc_per_node", "launcher", "max_restarts")
+PER_NODE_DDP_KEYS = ("nproc_per_node", "launcher", "max_restarts")
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run begins from, once all of it has been checked and before anything is written."""
+    """The inputs of a run. All of them have been checked, and nothing has been written yet."""
 
     runtime: Runtime
     task: Task
     loader: Loader
-    warm: WarmStart  # the weights of run.init_from
+    warm: WarmStart  # the weights of another run to start from (run.init_from)
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,8 @@ def open_directory(
     directory behind.
 
     Args:
+        job: The job that trains the run.
+        runtime: The runtime of this rank.
         resources: Releases the locks when it is closed.
         script: The user's script whose own loop trains the run. None for the loop of main.py.
 
@@ -119,7 +121,7 @@ def open_directory(
         owner = RunDirectory(directory, wait_s=min(LOCK_WAIT_S, config.ddp.timeout_s / 2))
         resources.callback(owner.release)
         refuse_other_loop(directory, script)
-        owner.lock_snapshots(store.storage)  # the lease is kept within the deadlines of the store
+        owner.lock_snapshots(store.storage)
         if lease := owner.leases.get(store.url):
             store.hold(lease)
         store.check_owner = owner.check
@@ -134,22 +136,25 @@ def prepare(
     history: History,
     resources: contextlib.ExitStack,
 ) -> Inputs:
-    """Read the data and the start of the run. Check both before the run records anything.
+    """Read the data and the snapshot to resume from. Check them before the run writes anything.
 
     Args:
-        resources: closes the loader when it is closed.
+        job: The job that trains the run.
+        runtime: The runtime of this rank.
+        history: The run directory and its snapshots.
+        resources: Closes the loader when it is closed.
     """
     config = job.config
-    typed = job.command_line_keys
+    command_line_keys = job.command_line_keys
     group = runtime.group
     recorded = read_recorded(history.store, history.directory, config.run.source, group)
-    kept = recorded.state if recorded else None
-    warm = warm_start(config, kept, typed, group)
+    state = recorded.state if recorded else None
+    warm = warm_start(config, state, command_line_keys, group)
     batch_size = recorded.batch_size if recorded else None
     config = with_batch_size(warm.config, group.data_size, batch_size)
-    config = with_recorded_format(config, kept, typed)
-    runtime.resume_precision(config, kept)
-    task = build_task(config, group, warm.state, recorded_state=kept)
+    config = with_recorded_format(config, state, command_line_keys)
+    runtime.resume_precision(config, state)
+    task = build_task(config, group, warm.state, recorded_state=state)
     with task.discarded_if_refused():
         loader = task.train_loader(runtime.device)
         resources.callback(loader.close)
@@ -159,9 +164,11 @@ def prepare(
 
 
 def _check_same_config(config: Config, runtime: Runtime) -> None:
-    """Refuse ranks that were started by hand with different overrides."""
+    """Refuse ranks with different configurations, which the user may have started by hand."""
     values = config.to_dict()
-    values["ddp"] = {key: value for key, value in values["ddp"].items() if key not in PER_NODE}
+    values["ddp"] = {
+        key: value for key, value in values["ddp"].items() if key not in PER_NODE_DDP_KEYS
+    }
     for name, sha256 in chosen_sha256().items():
         if code := values[name].get("code"):
             values[name]["code"] = f"{code} ({sha256:.12})"
@@ -179,7 +186,8 @@ def _check_same_config(config: Config, runtime: Runtime) -> None:
 def snapshot_store(config: Config, directory: Path) -> SnapshotStore:
     """Return the store of a run's snapshots.
 
-    It is in the run directory, or in snapshot.path below the run's name.
+    The store is in the run directory. If snapshot.path is set, the store is in a directory with the
+    name of the run below snapshot.path.
     """
     path = config.snapshot.path
     if path is None:
@@ -188,24 +196,24 @@ def snapshot_store(config: Config, directory: Path) -> SnapshotStore:
     return SnapshotStore(f"{path.removesuffix('/')}/{name}")
 
 
-def _preflight(inputs: Inputs, recorded: Recorded | None, job: Job) -> None:
-    """Check the batch, the snapshot, the weights to start from and the user's code.
+def _preflight(inputs: Inputs, recorded: RecordedSnapshot | None, job: Job) -> None:
+    """Check the batch size, the snapshot, the initial weights and the user's code.
 
-    Also check that the records of the run can be read again.
+    Also check that a later start could read the records of this run.
     """
     runtime = inputs.runtime
     task = inputs.task
     config = task.config
     group = runtime.group
     check_minutes(config)
-    before = recorded.train_state if recorded else None
-    length = RunLength(config, inputs.loader.steps_per_epoch, before)
-    # A complete run divides no batch.
+    train_state = recorded.train_state if recorded else None
+    length = RunLength(config, inputs.loader.steps_per_epoch, train_state)
+    # A complete run trains no more batches, so its micro-batches do not matter.
     resumes = recorded is not None and recorded.step < length.steps
-    kept_size = recorded.micro_batch_size if recorded is not None and resumes else None
-    plan = plan_batches(config, group.data_size, kept_size)
+    recorded_size = recorded.micro_batch_size if recorded is not None and resumes else None
+    plan = plan_batches(config, group.data_size, recorded_size)
 
-    def check_source() -> None:
+    def check_files() -> None:
         check_record(config.to_dict(), job.hydra_files)
         if recorded is None:
             check_state_size(task)
@@ -213,7 +221,7 @@ def _preflight(inputs: Inputs, recorded: Recorded | None, job: Job) -> None:
             check_state(recorded.step, recorded.state, task)
         inputs.warm.check(task.build_model, task.shape)
 
-    group.run_on_rank_zero(check_source)
+    group.run_on_rank_zero(check_files)
     state = recorded.state if recorded is not None and resumes else None
     runtime.strategy.check_start(plan.micro_batch_size, state)
     if uses_user_code(config):
@@ -221,10 +229,13 @@ def _preflight(inputs: Inputs, recorded: Recorded | None, job: Job) -> None:
 
 
 def build(inputs: Inputs, history: History, code: Callable[[], Code] | None = None) -> Run:
-    """Build what is trained, as the newest snapshot has it if there is one.
+    """Build the model and its optimizer, and load the newest snapshot if there is one.
 
     Args:
-        code: of this attempt, on rank zero.
+        inputs: The inputs of the run.
+        history: The run directory and its snapshots.
+        code: Waits until the code of this attempt has been read, and returns it. None on ranks
+            other than zero.
     """
     runtime = inputs.runtime
     task = inputs.task
@@ -250,11 +261,18 @@ def resume(
     snapshot: Snapshot | None,
     code: Callable[[], Code] | None,
 ) -> Run:
-    """Load a snapshot, if there is one, into what is trained. Return the run.
+    """Load a snapshot into the model and its optimizer. Return the run.
 
     Args:
-        snapshot: Result of `snapshots.load_latest`.
-        code: Waits for the code of this attempt, on rank zero.
+        runtime: The runtime of this rank.
+        task: The task of the run.
+        loader: The loader of the training split.
+        trainable: The model, its optimizer and its hooks.
+        history: The run directory and its records.
+        snapshots: The snapshots of the run.
+        snapshot: Result of `snapshots.load_latest`. None to begin at step 0.
+        code: Waits until the code of this attempt has been read, and returns it. None on ranks
+            other than zero.
     """
     directory = history.directory
     state = TrainState()
@@ -292,13 +310,15 @@ def resume(
 
 
 def _record_last_evaluation(length: RunLength, end: HistoryEnd | None, group: ProcessGroup) -> None:
-    """Record the evaluation of this step from metrics.jsonl if the run ended after it.
+    """Take the evaluation of this step from metrics.jsonl, if only the snapshot lacks it.
 
-    The last snapshot lacks it if a signal came between that step and its evaluation, which the next
-    start then made. A collective.
+    This happens if a signal came between the last step and its evaluation. The next start then
+    evaluated the step, but had no reason to save it again. A collective.
 
     Args:
-        end: of metrics.jsonl, on rank zero.
+        length: The number of steps, and the train state.
+        end: The end of metrics.jsonl. None on ranks other than zero.
+        group: The process group.
     """
     state = length.state
     every = length.trainer.eval_every or length.steps
@@ -311,7 +331,10 @@ def _record_last_evaluation(length: RunLength, end: HistoryEnd | None, group: Pr
 
 
 def _last_evaluation(end: HistoryEnd | None, step: int) -> dict[str, float]:
-    """Return the metrics of the validation split, if the run ended at this step."""
+    """Read the metrics of the validation split from the end of metrics.jsonl.
+
+    Return {} if the run did not end at this step.
+    """
     values = {}
     if end is not None and end.is_complete and end.step == step:
         for tag, value in end.metrics.items():
@@ -321,16 +344,17 @@ def _last_evaluation(end: HistoryEnd | None, step: int) -> dict[str, float]:
 
 
 def _script_has_ended(directory: Path, config: Config, step: int) -> bool:
-    """Return True if the loop of a script has ended the run at this step, on time or early."""
+    """Return True if a loop of the user's own has ended the run at this step, perhaps early."""
     result = read_result(directory)
     recorded = recorded_config(directory) or {}
     return result.get("step") == step and has_ended(result, recorded, config)
 
 
 def _is_complete(length: RunLength, end: HistoryEnd | None, group: ProcessGroup) -> bool:
-    """Return True if there is nothing left to train, and nothing to evaluate at the end.
+    """Return True if there is nothing left to train or to evaluate.
 
-    A kill after the last snapshot leaves metrics.jsonl without the end of the run.
+    If the process was killed after the last snapshot, metrics.jsonl lacks the end of the run. Such
+    a run is not complete.
     """
     state = length.state
     if state.step > length.steps or length.stopped_at is not None:
@@ -338,15 +362,21 @@ def _is_complete(length: RunLength, end: HistoryEnd | None, group: ProcessGroup)
     has_evaluated_last = state.step == state.val_step == length.steps
     if not has_evaluated_last and not has_stopped_early(state, length.trainer.patience):
         return False
-    # None: the run resumed from a snapshot elsewhere.
+    # There is no metrics.jsonl here if the snapshot is from another place. Then `end` is None.
     return group.run_on_rank_zero(lambda: end is None or end.is_complete)
 
 
 def record_start(run: Run, history: History, job: Job, code: Callable[[], Code] | None) -> None:
-    """Record the configuration, unless a complete run has one; log what differs from before.
+    """Write the configuration to the run directory. Log the differences from earlier starts.
+
+    The files of a complete run are not changed.
 
     Args:
-        code: of this attempt, on rank zero.
+        run: The run that starts.
+        history: The run directory and its records.
+        job: The job that trains the run.
+        code: Waits until the code of this attempt has been read, and returns it. None on ranks
+            other than zero.
     """
     if history.owner is None:
         return
@@ -372,7 +402,7 @@ def record_start(run: Run, history: History, job: Job, code: Callable[[], Code] 
 
 
 def record_attempt(run: Run, history: History, times: StartTimes) -> None:
-    """Record that this attempt begins to train: the run has no result any more."""
+    """Record that this attempt begins to train. Delete the result of an earlier attempt."""
     state = run.state
     state.world_size = run.runtime.group.world_size
     first_start = history.end.first_start if history.end else None
@@ -382,7 +412,10 @@ def record_attempt(run: Run, history: History, times: StartTimes) -> None:
 
 
 def open_trackers(run: Run) -> list[Sender]:
-    """Return a sender for each tracker. The snapshots of a run keep its id at the trackers."""
+    """Open the trackers of a run. Return a sender for each of them, or [] on other ranks than zero.
+
+    A run keeps its id at the trackers as long as it has its own snapshots.
+    """
     state = run.state
     has_own_snapshots = run.snapshots.last_step is not None
     if not has_own_snapshots or not state.run_id:

@@ -1,4 +1,4 @@
-"""Log lines of the start: what is trained, and what a resumed run changes."""
+"""Log lines at the start of a run: its data, its model, and changes since its last snapshot."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.models import count_parameters
 from mingpt_ddp.optim.lr_schedule import scale_lr
 from mingpt_ddp.storage.code_identity import (
-    LONGEST,
+    MAX_DESCRIPTION_CHARS,
     changed_files,
     describe,
     describe_change,
@@ -31,10 +31,11 @@ from mingpt_ddp.training.trainable import Run
 
 log = logging.getLogger(__name__)
 
-BUSY_LOAD = 1.5  # load average for each core; one run alone has about 1
-LONGEST_CELL = 100  # characters of a value in a table
-NEW_RUN = "another run.name trains a new run with the code as it is now"
-BYTES_PER_LINE = 250  # of metrics.jsonl, about
+# Load average for each core from which on a machine counts as busy. A run alone causes about 1.
+BUSY_LOAD = 1.5
+MAX_CELL_LENGTH = 100  # longer values in a table are cut off, in characters
+NEW_RUN_ADVICE = "choose another run.name to train a new run with the current code"
+METRICS_BYTES_PER_LINE = 250  # typical length of a line of metrics.jsonl
 
 
 def log_start(
@@ -55,7 +56,8 @@ def log_start(
     if runtime.precision == "fp32" and chooses_fp32(config, runtime.device):
         log.info(
             "trainer.precision=auto is fp32 for a model of your own on a CPU; try "
-            "trainer.precision=bf16: faster in wide matrix products, slower in torch's attention"
+            "trainer.precision=bf16, which is faster in wide matrix products, and slower in "
+            "torch's attention"
         )
     log.info(
         "optimizer %s: %s",
@@ -90,7 +92,8 @@ def log_load(load: float, cores: int) -> None:
     """Log a line if other programs keep this machine busy, since that slows training down.
 
     Args:
-        load: Processes that ran or waited for a core, on average over the last minute.
+        load: Number of processes that ran or waited for a core, on average over the last minute.
+        cores: Number of cores of this machine.
     """
     if load >= BUSY_LOAD * cores:
         log.info(
@@ -102,38 +105,39 @@ def log_load(load: float, cores: int) -> None:
 
 
 def full_metrics_warning(log_every: int, steps: int) -> str | None:
-    """Return a warning if metrics.jsonl has no room for all steps."""
-    most = MAX_BYTES // BYTES_PER_LINE * log_every
+    """Return a warning if metrics.jsonl has no room for the metrics of all steps."""
+    most = MAX_BYTES // METRICS_BYTES_PER_LINE * log_every
     if steps <= most:
         return None
     return (
-        f"{METRICS} will be full at about step {most}: at most {MAX_BYTES:,} bytes are read; raise "
-        "trainer.log_every"
+        f"{METRICS} will be full at about step {most}, since it is limited to {MAX_BYTES:,} bytes; "
+        "raise trainer.log_every"
     )
 
 
 def log_code(code: dict[str, Any], resumed: dict[str, Any], step: int) -> None:
-    """Log which code trains, and in which files it differs from that of the snapshot.
+    """Log the version of the code, and the files that have changed since the snapshot.
 
     Args:
-        resumed: the state of the snapshot; {} without one.
-        step: of the snapshot.
+        code: The record of the code that trains now.
+        resumed: The state of the snapshot that the run resumes from. {} for a new run.
+        step: Step of the snapshot.
     """
     log.info("code %s", describe(code))
     before = recorded_code(resumed)
     if files := describe_change(before, code):
         log.warning(
-            "the code differs from the snapshot's, %s: %s; one run is trained with both, with "
-            "this one from step %d on; %s",
+            "the code has changed since the snapshot, which was trained with %s: %s; from step %d "
+            "on the run is trained with the current code; %s",
             describe(before),
             files,
             step + 1,
-            NEW_RUN,
+            NEW_RUN_ADVICE,
         )
 
 
 def warn_of_edited_code(code: dict[str, Any]) -> bool:
-    """Warn if a user's file has been edited since a run was complete. Return True if one was.
+    """Warn if a user's file has been edited since the run was complete. Return True if so.
 
     Args:
         code: The record of the code that has trained the run.
@@ -141,34 +145,38 @@ def warn_of_edited_code(code: dict[str, Any]) -> bool:
     files = changed_files(code)
     if files:
         log.warning(
-            "the run is complete: this is the result of %s as it was; %s",
-            ", ".join(files)[:LONGEST],
-            NEW_RUN,
+            "the run is complete; it was trained before these files were edited: %s; %s",
+            ", ".join(files)[:MAX_DESCRIPTION_CHARS],
+            NEW_RUN_ADVICE,
         )
     return bool(files)
 
 
 def _further_rates(optimizer: OptimizerConfig) -> dict[str, float]:
-    """Return the learning rates of parameters that an optimizer treats apart, by key.
+    """Return the further learning rates of an optimizer by key.
 
-    Muon's `lr` is of matrices.
+    Muon, for example, uses `lr` only for matrices, and another rate for all other parameters.
     """
     names = [field.name for field in fields(optimizer) if field.name.endswith("_lr")]
     return {name: getattr(optimizer, name) for name in names}
 
 
 def log_changes(before: dict[str, Any], run: Run) -> None:
-    """Log a table of the settings and the environment that have changed, and the steps left.
+    """Log a table of changed settings and changed software, and the number of steps left.
 
     Args:
-        before: The state of the snapshot. Without a snapshot, the last recorded configuration as
-            its "config". Untrusted.
+        before: The untrusted state of the snapshot. Without a snapshot, a dictionary whose "config"
+            is the last recorded configuration.
+        run: The run that starts.
     """
     recorded = {key: keys for key, keys in before["config"].items() if isinstance(keys, dict)}
     # The settings as this version would have recorded them, with the defaults of newer keys.
     old = flatten(with_defaults(with_data_format(recorded)))
     if unknown := sorted(map(str, flatten(recorded).keys() - old.keys())):
-        log.info("ignored, because they are not keys any more: %s", ", ".join(unknown)[:LONGEST])
+        log.info(
+            "ignored, because they are not keys any more: %s",
+            ", ".join(unknown)[:MAX_DESCRIPTION_CHARS],
+        )
     new = flatten(run.config.to_dict())
     old_environment = before.get("environment")
     if isinstance(old_environment, dict):
@@ -184,7 +192,7 @@ def log_changes(before: dict[str, Any], run: Run) -> None:
         return
     rows = [["key", "before", "now"]]
     for row in changes:
-        rows.append([" ".join(cell[:LONGEST_CELL].split()) for cell in row])
+        rows.append([" ".join(cell[:MAX_CELL_LENGTH].split()) for cell in row])
     step = run.state.step
     log.info(
         "changed from step %d on, with %s steps left:\n%s",
@@ -198,7 +206,7 @@ def warn_of_lost_snapshots(end: HistoryEnd | None) -> None:
     """Warn if a run has trained before but has no snapshot.
 
     Args:
-        end: of its measurements.
+        end: The end of its metrics.jsonl. None if there is none.
     """
     again = "but there is no snapshot: it starts again at step 0"
     if end is None:
@@ -210,10 +218,15 @@ def warn_of_lost_snapshots(end: HistoryEnd | None) -> None:
 
 
 def warn_of_unused_changes(previous: dict[str, Any], config: Config) -> None:
-    """Warn of settings that differ from the last start of a complete run: they have no effect."""
-    # Leave out ddp: other ranks train the same.
+    """Warn that new settings have no effect, since the run is complete.
+
+    Args:
+        previous: The last recorded configuration of the run.
+        config: The present configuration.
+    """
+    # Leave out ddp, since the result does not depend on the number of ranks.
     new = {group: keys for group, keys in config.to_dict().items() if group != "ddp"}
-    # Add the values of newer keys.
+    # A key that the earlier version did not have counts as unchanged.
     old = {group: {**keys, **previous.get(group, {})} for group, keys in new.items()}
     if changes := difference(old, new, DIRECTORY_KEYS):
         log.warning("the run is complete, so it was not trained with %s", "; ".join(changes))

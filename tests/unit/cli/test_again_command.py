@@ -31,18 +31,18 @@ def recorded(root: Path, *overrides: str, name: str = "run", **changes: Any) -> 
     return str(root / name)
 
 
-def composed(run: str, *typed: str, presets: Path | None = None) -> dict[str, Any]:
+def composed(run: str, *command_line: str, presets: Path | None = None) -> dict[str, Any]:
     """Return the configuration that the command trains."""
-    words = store_recorded(run, [*typed])
+    words = store_recorded(run, [*command_line])
     path = [] if presets is None else [str(presets)]
     with initialize_config_dir(str(config_directory()), **VERSION_BASE):
         values = to_plain(compose("config", [*words, f"hydra.searchpath={path}"]))
     return Job.build(values, command_line_keys(words), path, {}, {}).config.to_dict()
 
 
-def refusal(run: str, *typed: str) -> str:
+def refusal(run: str, *command_line: str) -> str:
     with pytest.raises(ConfigError) as refused:
-        store_recorded(run, [*typed])
+        store_recorded(run, [*command_line])
     message = str(refused.value)
     assert "\n" not in message
     return message
@@ -63,7 +63,7 @@ def test_a_mapping_is_taken_literally(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("typed", "goes_on"),
+    ("words", "goes_on"),
     [
         ([], True),
         (["trainer.max_steps=99"], True),
@@ -77,12 +77,12 @@ def test_a_mapping_is_taken_literally(tmp_path):
         (["model=gpt_nano"], False),
     ],
 )
-def test_the_run_goes_on_unless_its_numbers_change(typed, goes_on, tmp_path):
+def test_the_run_goes_on_unless_its_numbers_change(words, goes_on, tmp_path):
     run = recorded(tmp_path, "optimizer.lr=1e-3", name="sweep/lr=1", run__name="sweep/lr=1")
     values = yaml.safe_load(Path(run, "config.yaml").read_text())
     del values["optimizer"]["weight_decay"]
     Path(run, "config.yaml").write_text(yaml.safe_dump(values))
-    config = composed(run, *typed)
+    config = composed(run, *words)
     assert config["run"]["root"] == str(tmp_path)
     assert config["run"]["name"] == ("sweep/lr=1" if goes_on else None)
 
@@ -126,8 +126,8 @@ def test_what_a_stranger_could_misuse_is_left_out_unless_it_is_typed(tmp_path, c
         assert config[group][key] != value, key
     logged = capsys.readouterr().err
     assert logged.count("\n") == 1 and "snapshot.path=s3://theirs/x" in logged
-    typed = ["data.path=mine.txt", "snapshot.path=s3://mine/x"]
-    assert composed(run, *typed)["snapshot"]["path"] == "s3://mine/x"
+    words = ["data.path=mine.txt", "snapshot.path=s3://mine/x"]
+    assert composed(run, *words)["snapshot"]["path"] == "s3://mine/x"
 
 
 def test_a_date_that_somebody_has_typed_is_a_text(tmp_path):
@@ -160,7 +160,7 @@ class LSTM:
 
 
 def test_code_of_yours_is_typed(tmp_path):
-    """Either its preset or its key is typed. Otherwise one line names all words to type."""
+    """The command line has its preset or its key. Otherwise one line names all words to add."""
     (tmp_path / "mine" / "model").mkdir(parents=True)
     (tmp_path / "mine" / "mine.py").write_text(CODE)
     (tmp_path / "mine" / "model" / "lstm.yaml").write_text("architecture: lstm\ncode: mine.py\n")
@@ -168,12 +168,12 @@ def test_code_of_yours_is_typed(tmp_path):
     values = yaml.safe_load(Path(run, "config.yaml").read_text())
     values["model"] = {"name": "a", "architecture": "lstm", "code": "mine.py", "cells": 3}
     Path(run, "config.yaml").write_text(yaml.safe_dump(values))
-    assert refusal(run).endswith(" with --config-dir=DIR model.code=mine.py")
+    assert refusal(run).endswith(": --config-dir=DIR model.code=mine.py")
     source = {"provider": "command-line", "path": str(tmp_path / "mine")}
     hydra = {"job": {"config_name": "config"}, "runtime": {"config_sources": [source]}}
     Path(run, ".hydra").mkdir()
     Path(run, ".hydra", "hydra.yaml").write_text(yaml.safe_dump({"hydra": hydra}))
-    advice = shlex.split(refusal(run).partition(" with ")[2])
+    advice = shlex.split(refusal(run).partition("command line: ")[2])
     assert advice == [f"--config-dir={tmp_path}/mine", "model.code=mine.py"]
     for word in ("model=lstm", advice[1]):
         model = composed(run, word, presets=tmp_path / "mine")["model"]

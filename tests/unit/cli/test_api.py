@@ -110,12 +110,12 @@ def test_generated_text_depends_on_the_seed_alone():
         (
             lambda: mingpt_ddp.train(["optimizer.lr=1,2"]),
             ConfigError,
-            "; a sweep trains a job with each (-m, or mingpt_ddp.sweep)",
+            "; a sweep trains a job with each value (-m, or mingpt_ddp.sweep)",
         ),
         (
             lambda: mingpt_ddp.train(["optimizer.lr=interval(1,2)"]),
             ConfigError,
-            "; a sweep trains a job with each (-m, or mingpt_ddp.sweep)",
+            "; a sweep trains a job with each value (-m, or mingpt_ddp.sweep)",
         ),
     ],
 )

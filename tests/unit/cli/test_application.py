@@ -57,10 +57,11 @@ def test_the_same_settings_are_the_same_run(tmp_path, monkeypatch):
         (
             "trainer: {}\nmodel: ???",
             None,
-            "the configuration has no group run, model, optimizer, data, ddp, snapshot; compose "
-            "mingpt_ddp, and give train the node that holds its groups (docs/python.md)",
+            "the configuration does not have the group run, model, optimizer, data, ddp, snapshot; "
+            "compose the configuration mingpt_ddp, and pass the node with its groups to train "
+            "(docs/python.md)",
         ),
-        ("gpt: {model: 5}", "gpt", "gpt has no group run, model, optimizer, data, ddp, trainer, "),
+        ("gpt: {model: 5}", "gpt", "gpt does not have the group run, model, optimizer, "),
         ("gpt: {optimiser: {}}", "gpt", "gpt.optimiser is not a key; did you mean optimizer?"),
         ("run: {name: '${nothing}'}", None, "run.name: Interpolation key 'nothing' not found"),
     ],

@@ -71,7 +71,7 @@ def test_a_list_takes_all_arguments_without_a_key():
         ([" "], "url is empty; name a run directory"),
         (
             ["a", "b"],
-            "b is not of the form key=value; the keys are keep_last, step, rate, follow, text",
+            "b does not have the form key=value; the keys are keep_last, step, rate, follow, text",
         ),
         (["a", "url=b"], "url is given twice; give it one value"),
         (["a", "step=1", "--step", "1"], "step is given twice; give it one value"),

@@ -205,8 +205,14 @@ SPECIAL = [
         "config error: tracker=trackio is not installed; pip install 'mingpt_ddp[trackio]'",
         marks=needs_no_trackio,
     ),
-    (f"run.root=a/{'x' * 256}", "config error: run.root has a name of more than 255 bytes"),
-    (f"data.cache_dir={'x' * 256}", "config error: data.cache_dir has a name of more than 255"),
+    (
+        f"run.root=a/{'x' * 256}",
+        "config error: run.root has a directory name of more than 255 bytes",
+    ),
+    (
+        f"data.cache_dir={'x' * 256}",
+        "config error: data.cache_dir has a directory name of more than 255",
+    ),
     (
         f"data.path={'[' * 2000}{']' * 2000}",
         "config error: cannot read the command line or a configuration file (RecursionError: ",
@@ -236,7 +242,7 @@ SWEEPS = [
     ),
     (
         "-m run.name=a/b run.seed=1,2",
-        "config error: run.name=a/b must be one name in a sweep: it holds the jobs' directories",
+        "config error: run.name=a/b must not contain a / in a sweep; it names the directory",
     ),
     ("-m run.seed=range(3,3)", "config error: run.seed=range(3,3) has no values to sweep over"),
     (
@@ -251,7 +257,7 @@ SWEEPS = [
     ("-m 'optimizer.lr=${nope:1},1e-3'", "config error: "),
     (
         "-m optimizer.lr=interval(1e-4,1e-3)",
-        "config error: optimizer.lr=interval(1e-4,1e-3) is for a search",
+        "config error: optimizer.lr=interval(1e-4,1e-3) is only for a search",
     ),
     (
         "-m sweep.zip=optimizer.lr optimizer.lr=1,2",
@@ -259,19 +265,19 @@ SWEEPS = [
     ),
     (
         "-m sweep.zip=[optimizer.lr,model.n_emd] optimizer.lr=1,2",
-        "config error: sweep.zip has model.n_emd, which has no list of values; did you mean model",
+        "config error: sweep.zip names model.n_emd, which has no list of values; did you mean",
     ),
     (
         "-m sweep.zip=[optimizer.lr,run.seed] optimizer.lr=1,2",
-        "config error: sweep.zip has run.seed, which has no list of values, as in run.seed=A,B",
+        "config error: sweep.zip names run.seed, which has no list of values, as in run.seed=A,B",
     ),
     (
         "-m sweep.zip=[optimizer.lr,run.seed] optimizer.lr=1,2 run.seed=1,2,3",
-        "config error: sweep.zip needs lists of the same length; optimizer.lr has 2, run.seed has",
+        "config error: sweep.zip needs lists of the same length, but optimizer.lr has 2, run.seed",
     ),
     (
         "-m hydra.job.chdir=true run.seed=1,2",
-        "config error: hydra.job.chdir=true would move the jobs",
+        "config error: hydra.job.chdir=true would start the jobs",
     ),
     (
         "-m hydra.sweep.dir=jobs run.seed=1,2",
@@ -291,19 +297,19 @@ SWEEPS = [
     ),
     (
         "-m sweep.trials=20 run.seed=1,2",
-        "config error: sweep.trials=20 is used by a search only: add sweep=optuna, or leave it out",
+        "config error: sweep.trials=20 is only for a search: add sweep=optuna, or leave it out",
     ),
     (
         "-m 'sweep.sampler_settings={n_startup_trials:3}' run.seed=1,2",
-        "config error: sweep.sampler_settings={n_startup_trials:3} is used by a search only: add",
+        "config error: sweep.sampler_settings={n_startup_trials:3} is only for a search: add",
     ),
     (
         "-m sweep.pruner=median run.name=pruned run.seed=1,2",
-        "config error: sweep.pruner=median ends jobs of a search: add sweep=optuna, or leave it",
+        "config error: sweep.pruner=median is only for a search: add sweep=optuna, or leave it",
     ),
     (
         "-m 'sweep.pruner_settings={n_startup_trials:3}' run.seed=1,2",
-        "config error: sweep.pruner_settings is used by a pruner only: add sweep.pruner=median, or",
+        "config error: sweep.pruner_settings is only for a pruner: add sweep.pruner=median, or",
     ),
     (
         "-m sweep.metric=val_los run.seed=1,2",
@@ -311,7 +317,7 @@ SWEEPS = [
     ),
     (
         "-m sweep.parallel=2,3 run.seed=1,2",
-        "config error: sweep.* holds for all jobs of a sweep; give each key one value",
+        "config error: sweep.* settings hold for all jobs of a sweep; give each of these keys",
     ),
     (
         "-m sweep.parallel=100000 run.seed=1,2",
@@ -343,7 +349,7 @@ SEARCHES = [
     ),
     (
         "sweep.metric=wall_seconds sweep.pruner=median",
-        "config error: sweep.pruner=median judges evaluations, which do not measure wall_seconds",
+        "config error: sweep.pruner=median compares evaluations, which do not measure wall_seconds",
     ),
     (
         "'sweep.sampler_settings={n_startup:1}'",
@@ -356,7 +362,7 @@ SEARCHES = [
     ),
     (
         "run.name=null",
-        "config error: a search compares the jobs of one directory",
+        "config error: a search keeps its jobs in one directory",
     ),
     (
         "'optimizer.lr=tag(log,interval(-1,1))'",
@@ -382,7 +388,7 @@ URLS_WITH_SECRETS = [
 @pytest.mark.parametrize(("key", "url"), URLS_WITH_SECRETS)
 def test_credentials_are_refused_and_not_printed(key, url, program, cwd):
     outcome = program([f"{key}={url}"], cwd)
-    check(outcome, f"config error: {key} holds credentials")
+    check(outcome, f"config error: {key} contains credentials")
     assert "hunter2" not in outcome.text
 
 
@@ -402,7 +408,7 @@ PLACES = [
     (  # one of the jobs would start workers: no job starts
         "-m ddp.nproc_per_node=null,2",
         {**FIRST_OF, "WORLD_SIZE": "1"},
-        "config error: ddp.nproc_per_node cannot sweep where RANK is set; leave it out, and start",
+        "config error: ddp.nproc_per_node cannot start workers for a sweep if RANK is set; leave",
     ),
 ]
 

@@ -55,7 +55,7 @@ def test_a_step(run, call, tmp_path):
     content = store.storage.read(path)
     store.storage.write(path, content[:-1] + bytes([content[-1] ^ 1]))
     code, _, err = call("export", run, f"to={tmp_path}/d", "step=4")
-    assert code == 2 and "cannot be used: model.safetensors has other content" in err
+    assert code == 2 and "cannot be used: model.safetensors does not have the content" in err
     assert "no snapshot of step 5" in call("export", run, f"to={tmp_path}/d", "step=5")[2]
     assert not (tmp_path / "d").exists()
 

@@ -58,7 +58,7 @@ def test_hydra_warns_of_nothing(command, tmp_path):
 
 def test_keys_of_a_sweep_without_one(tmp_path):
     """The workers of a sweep's jobs have them too, and are single runs."""
-    warning = "sweep.retries: without -m this is one run, no sweep"
+    warning = "sweep.retries has no effect on a single run; add -m for a sweep"
     assert warning in call([sys.executable, MAIN, *TOY, "sweep.retries=1"], tmp_path).stdout
     words = ["-m", "sweep.retries=1", "sweep.parallel=2", "run.name=sweep", "run.seed=1,2"]
     done = call([sys.executable, MAIN, *TOY, *words], tmp_path)

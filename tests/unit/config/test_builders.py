@@ -180,7 +180,9 @@ def _(*values):
 def test_two_hooks_of_an_event_have_two_names(decorator, is_refused, tmp_path):
     """Every job of a sweep sees that; the file registers its hooks again for each."""
     (tmp_path / "mine.py").write_text(TWO_HOOKS.replace("DECORATOR", decorator))
-    refused = r"mine\.py:9: ValueError: @acts\('gradients'\) has two hooks _; give them two names$"
+    refused = (
+        r"mine\.py:9: ValueError: @acts\('gradients'\) has two hooks named _; rename one of them$"
+    )
     for _ in range(2):
         with pytest.raises(CodeError, match=refused) if is_refused else nullcontext():
             run_code({"task": {"code": "mine.py"}}, [tmp_path])

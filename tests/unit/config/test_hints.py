@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from mingpt_ddp.config.hints import NANOGPT, suggest
+from mingpt_ddp.config.hints import NANOGPT_KEYS, suggest
 from mingpt_ddp.config.keys.schema import GROUPS
 from mingpt_ddp.config.keys.trainer_config import TrainerConfig
 from mingpt_ddp.config.validation import build
@@ -63,7 +63,7 @@ def test_a_group_has_the_keys_of_the_chosen_class():
     assert suggest("trainer.qqq").startswith("; use one of max_epochs, max_steps, ")
 
 
-@pytest.mark.parametrize(("theirs", "ours"), NANOGPT.items())
+@pytest.mark.parametrize(("theirs", "ours"), NANOGPT_KEYS.items())
 def test_a_name_of_nanogpt_has_a_key_of_ours(theirs, ours):
     assert ours.partition(" = ")[0] in KEYS | GROUPS.keys()
     own = {key.split(".")[1] for key in KEYS} - {"dtype"}  # nanoGPT's is another than data.dtype

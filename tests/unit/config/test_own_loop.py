@@ -30,7 +30,9 @@ def test_the_keys_of_main_are_keys():
 def test_a_key_that_the_script_does_not_read_is_refused(key, tmp_path):
     script = tmp_path / "train.py"
     keep(script, b"EVERY = 10\n")
-    with pytest.raises(ConfigError, match=f"{key} is for the loop of main.py, and train.py does"):
+    with pytest.raises(
+        ConfigError, match=f"{key} is a key for the training loop of main.py, and train.py does"
+    ):
         refuse_unread_keys(["optimizer.lr", key], script)
 
 

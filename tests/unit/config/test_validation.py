@@ -104,13 +104,13 @@ def test_refused(value, hint, message):
 
 def test_invalid_unicode():
     """The surrogate by which Python represents a non-UTF-8 byte of the command line."""
-    assert refusal("caf\udce9", str) == "key holds bytes that are not UTF-8; use other characters"
+    assert refusal("caf\udce9", str) == "key has bytes that are not UTF-8; use other characters"
     assert (
         refusal(["caf\udce9"], list[str])
-        == "key holds bytes that are not UTF-8; use other characters"
+        == "key has bytes that are not UTF-8; use other characters"
     )
-    assert refusal({"caf\udce9": 1}, str).startswith("key holds bytes that are not UTF-8")
-    with pytest.raises(ConfigError, match="caf\udce9 holds bytes that are not UTF-8"):
+    assert refusal({"caf\udce9": 1}, str).startswith("key has bytes that are not UTF-8")
+    with pytest.raises(ConfigError, match="caf\udce9 has bytes that are not UTF-8"):
         build(dataclasses.make_dataclass("Group", []), {"caf\udce9": 1}, "")
     assert convert("\U0001f600", str) == "\U0001f600"
 

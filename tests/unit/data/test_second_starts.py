@@ -244,5 +244,5 @@ def test_a_reader_that_names_its_files_is_called_again_once_they_change(
     assert (calls(unknown), calls(unknown)) == (2, 1)
     with pytest.raises(DataError, match="there is no such file"):
         calls(READER.replace("[config.path]", "['nowhere']"))
-    with pytest.raises(ValueError, match="only a reader of text has files"):
+    with pytest.raises(ValueError, match="files is only for a reader of text"):
         register("model", "own", ModelConfig, files=lambda config: [])

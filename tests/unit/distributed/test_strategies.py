@@ -34,7 +34,7 @@ def build(settings: Config, group: SimpleNamespace) -> Strategy:
     ("words", "world_size", "message"),
     [
         ("ddp.strategy=single", 2, "single trains in one process, not 2 ranks; use ddp.strategy=d"),
-        ("ddp.strategy=hsdp", 3, "hsdp needs at least 4 ranks, not 3; use fsdp"),
+        ("ddp.strategy=hsdp", 3, "hsdp needs at least 4 ranks, not 3; use ddp.strategy=f"),
         (
             "ddp.strategy=fsdp optimizer=muon",
             2,

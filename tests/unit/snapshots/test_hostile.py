@@ -503,7 +503,7 @@ def test_a_link_does_not_reveal_another_file(tmp_path, valid_files):
     (Path(url) / STATE).unlink()
     (Path(url) / STATE).symlink_to(tmp_path / "secret")
     message = refusal(url)
-    assert "other content" in message and "xx" not in message
+    assert "does not have the content" in message and "xx" not in message
 
 
 def test_deleting_does_not_follow_links(tmp_path, valid_files):

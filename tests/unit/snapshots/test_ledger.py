@@ -38,7 +38,7 @@ def test_one_endless_line_is_refused(tmp_path, log_lines):
         file.write(b"[" + b"0," * 5_000_000)
     assert [*ledger.read()] == [4]
     [line] = log_lines
-    assert line.startswith("WARNING not all hashes of snapshots can be read")
+    assert line.startswith("WARNING some hashes of snapshots cannot be read")
     assert "more than 4,194,304 bytes" in line
 
 
@@ -49,4 +49,4 @@ def test_a_full_ledger_can_be_read(tmp_path, log_lines, monkeypatch):
         ledger.append(step, HASHES, "c" * 64)
     assert [*ledger.read()] == [1, 2, 3]
     [line] = log_lines
-    assert "it is full: no more than 1,000 bytes" in line
+    assert "it is full: at most 1,000 bytes" in line

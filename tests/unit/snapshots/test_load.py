@@ -79,7 +79,7 @@ def test_snapshots_of_the_last_start_are_not_left_behind(moved, tmp_path):
             refuse_other_location(new, run)
         assert str(error.value) == (
             f"snapshot error: the run has snapshots at {earlier.url}, but none at {new.url}; add "
-            f"run.resume={earlier.url} to go on from there, or choose another run.name"
+            f"run.resume={earlier.url} to continue from them, or choose another run.name"
         )
         earlier.storage.delete(f"{directory_name(8)}/{MANIFEST}")
 

@@ -87,8 +87,8 @@ def test_a_changed_key_is_named_with_both_values(key, value, config):
     assert message.startswith(
         "snapshot error: the snapshot of step 8 was saved with other settings: "
     )
-    assert f" {key} ({old} there, {value} now);" in message
-    assert message.endswith("restore them, or choose another run.name, or run.resume=never")
+    assert f" {key} ({old} in the snapshot, {value} now);" in message
+    assert message.endswith("use the old settings, or choose another run.name, or run.resume=never")
     elsewhere = with_value(with_value(config, key, value), "run.resume", "outputs/other")
     with pytest.raises(
         SnapshotError,
@@ -102,9 +102,15 @@ def test_every_difference_is_named(config):
     optimizer = composed("optimizer=sgd")
     text = dataclasses.replace(ENCODED, sha256="2" * 64)
     for task, message in (
-        (text_task(other), r"model.n_layer \(3 there, 5 now\), run.seed \(1337 there, 7 now\)"),
-        (text_task(optimizer), r"optimizer.name \(adamw there, sgd now\)"),
-        (text_task(config, encoded=text), r"content of the data \(SHA-256\) \(1{16} there, 2222"),
+        (
+            text_task(other),
+            r"model.n_layer \(3 in the snapshot, 5 now\), run.seed \(1337 in the snapshot, 7 now\)",
+        ),
+        (text_task(optimizer), r"optimizer.name \(adamw in the snapshot, sgd now\)"),
+        (
+            text_task(config, encoded=text),
+            r"content of the data \(SHA-256\) \(1{16} in the snapshot, 2222",
+        ),
     ):
         with pytest.raises(SnapshotError, match=message):
             check_state(8, state_of(config), task)

@@ -21,7 +21,7 @@ from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.exports.transformers_export import transformers_files
 from mingpt_ddp.snapshots.format import Snapshot
-from mingpt_ddp.snapshots.transformers_format.model_files import MODELING
+from mingpt_ddp.snapshots.transformers_format.model_files import MODELING_FILE
 from mingpt_ddp.snapshots.transformers_format.tokenizer_files import tokenizer_json
 
 # Line ends, spaces of every width, a combining accent, an astral character, a joiner, control
@@ -94,12 +94,14 @@ def test_modern_brings_its_code():
     saved = random_snapshot(CharTokenizer(ODD), "model=modern_nano")
     files = transformers_files(saved)
     names = {
-        node.name for node in ast.parse(files[MODELING.name]).body if isinstance(node, ast.ClassDef)
+        node.name
+        for node in ast.parse(files[MODELING_FILE.name]).body
+        if isinstance(node, ast.ClassDef)
     }
     modules = {
         tuple(name.split(".")) for name in json.loads(files["config.json"])["auto_map"].values()
     }
-    assert {f"{module}.py" for module, _ in modules} == {MODELING.name} and {
+    assert {f"{module}.py" for module, _ in modules} == {MODELING_FILE.name} and {
         name for _, name in modules
     } <= names
     assert safetensors.torch.load(files["model.safetensors"]).keys() == saved.model.keys()
@@ -110,10 +112,10 @@ def test_other_architectures_are_refused(name):
     state = {"config": {"model": {"architecture": name}}, "data": {"sha256": ""}}
     with pytest.raises(
         SnapshotError,
-        match=f"error: model.architecture={name} has no form that transformers loads; use for",
+        match=f"error: model.architecture={name} cannot be exported for transformers; use for",
     ):
         transformers_files(Snapshot(4, {}, {}, state))
-    with pytest.raises(SnapshotError, match="it names no model"):
+    with pytest.raises(SnapshotError, match="it does not name the archi"):
         transformers_files(Snapshot(4, {}, {}, {"config": 3}))
 
 

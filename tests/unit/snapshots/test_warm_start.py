@@ -28,7 +28,7 @@ from mingpt_ddp.models.gpt import GPT
 from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.snapshots.read.initial_weights import read_initial_weights
 from mingpt_ddp.snapshots.read.load_model import load_model
-from mingpt_ddp.snapshots.transformers_format.model_files import NAMES
+from mingpt_ddp.snapshots.transformers_format.model_files import OUR_NAMES
 from mingpt_ddp.storage.run_directory import read_result
 from mingpt_ddp.training.run import train_run
 
@@ -42,7 +42,7 @@ FROZEN = [
 OTHER_SIZES = ["model.n_layer=1", "model.n_embd=18", "data.block_size=8", "model.dropout=0.25"]
 
 
-def train(root: Path, name: str, *overrides: str, typed: tuple[str, ...] = ()) -> Path:
+def train(root: Path, name: str, *overrides: str, command_line_keys: tuple[str, ...] = ()) -> Path:
     """Train in this process; return the run directory."""
     words = [
         *TINY,
@@ -55,7 +55,7 @@ def train(root: Path, name: str, *overrides: str, typed: tuple[str, ...] = ()) -
     config = from_mapping(configure(*words, f"data.cache_dir={root / 'cache'}"))
     runtime = Runtime(config, DistEnv())
     try:
-        train_run(Job(config, frozenset(typed)), runtime)
+        train_run(Job(config, frozenset(command_line_keys)), runtime)
     finally:
         runtime.close()
     return root / name
@@ -121,7 +121,7 @@ def write_gpt2(directory: Path, model: GPT, **changed: Any) -> dict[str, Tensor]
     embedding it is.
     """
     config = model.config
-    their_names = {ours: theirs for theirs, ours in NAMES.items()}
+    their_names = {ours: theirs for theirs, ours in OUR_NAMES.items()}
     tensors = {}
     for name, tensor in model.state_dict().items():
         module, _, kind = name.rpartition(".")
@@ -266,14 +266,14 @@ def test_a_resume_allows_no_other_source(source, texts, tmp_path):
     shutil.copytree(source, tmp_path / "moved")
     tune(tmp_path, text, tmp_path / "moved", two_steps)  # the same weights
     trained = tune(tmp_path, text, source, "optimizer.lr=0.01", name="trained")
-    with pytest.raises(SnapshotError, match="the run has not started from run"):
+    with pytest.raises(SnapshotError, match="the run did not start from run"):
         tune(tmp_path, text, trained, two_steps)
     with pytest.raises(
         SnapshotError, match=r"nothing does not exist; .* nothing is downloaded by a model's name"
     ):
         tune(tmp_path, text, tmp_path / "nothing", two_steps)
     sizes = ["model=gpt_nano", "model.n_head=4", *FROZEN]
-    with pytest.raises(SnapshotError, match=r"run.init_sha256 \(\w+ there, None now\)"):
+    with pytest.raises(SnapshotError, match=r"run.init_sha256 \(\w+ in the snapshot, None now\)"):
         train(tmp_path, "run", f"data.path={other}", *sizes, two_steps)
     words = [f"data.path={text}", *sizes, "run.seed=5", f"run.resume={source}"]
     with pytest.raises(
@@ -313,24 +313,39 @@ def test_a_resume_reads_all_texts_as_the_first_start_did(from_weights, texts, tm
 
 
 @pytest.mark.parametrize(
-    ("override", "typed", "message"),
+    ("override", "command_line_keys", "message"),
     [
-        ("model.n_layer=1", "model.n_layer", "model.n_layer=1 is 2 in the weights of run.init_fr"),
-        ("model=gpt_mini", "model", "in the weights of run.init_from="),
-        ("data.block_size=32", "data.block_size", "data.block_size=32 is more than the 16 of"),
-        ("run.init_sha256=abc", "", "not run.init_sha256=abc; set that to null to use it"),
+        ("model.n_layer=1", "model.n_layer", "model.n_layer=1 differs from run.init_from="),
+        ("model=gpt_mini", "model", "differs from run.init_from="),
+        (
+            "data.block_size=32",
+            "data.block_size",
+            "data.block_size=32 is more than 16, the context",
+        ),
+        ("run.init_sha256=abc", "", "not run.init_sha256=abc; set run.init_sha256=null to use it"),
     ],
 )
-def test_typed_sizes_that_differ_are_refused(override, typed, message, source, tmp_path, texts):
+def test_typed_sizes_that_differ_are_refused(
+    override, command_line_keys, message, source, tmp_path, texts
+):
     refused(
-        tmp_path, texts / "first.txt", source, message, override, kind=ConfigError, typed=(typed,)
+        tmp_path,
+        texts / "first.txt",
+        source,
+        message,
+        override,
+        kind=ConfigError,
+        command_line_keys=(command_line_keys,),
     )
 
 
 def test_typed_sizes_that_weights_allow(source, tmp_path, texts):
     """A shorter context drops positions; dropout is no size."""
-    words, typed = ["data.block_size=8", "model.dropout=0.5"], ("data.block_size", "model.dropout")
-    tuned = tune(tmp_path, texts / "first.txt", source, *words, typed=typed)
+    words, command_line_keys = (
+        ["data.block_size=8", "model.dropout=0.5"],
+        ("data.block_size", "model.dropout"),
+    )
+    tuned = tune(tmp_path, texts / "first.txt", source, *words, command_line_keys=command_line_keys)
     config = state_of(tuned)["config"]
     assert (config["data"]["block_size"], config["model"]["dropout"]) == (8, 0.5)
     ids = torch.tensor([[1, 2, 3, 4]])
@@ -365,8 +380,8 @@ def test_a_tokenizer_of_bytes_is_kept(words, texts, tmp_path):
         assert kept.decode(kept.encode(sentence)) == sentence
         assert state_of(tuned)["config"]["data"]["tokenizer"] == tokenizer.name
         assert weights_of(tuned)["token_embedding.weight"].shape == (tokenizer.vocab_size, 24)
-    message = r"data.tokenizer=char is \w+ in the weights of run.init_from="
-    refused(tmp_path, texts / "second.txt", source, message, typed=("data.tokenizer",))
+    message = r"data.tokenizer=char differs from run.init_from=.*, where it is \w+; leave"
+    refused(tmp_path, texts / "second.txt", source, message, command_line_keys=("data.tokenizer",))
 
 
 def bad_weight(kind: str, tensor: Tensor) -> Tensor:
@@ -452,7 +467,8 @@ def test_a_tokenizer_of_words_is_refused(texts, tmp_path):
             json.dumps({"model": model, "pre_tokenizer": {"type": "x"}})
         )
         with pytest.raises(
-            SnapshotError, match=r"cannot be used: (tokenizer.json has words|it does not decode)"
+            SnapshotError,
+            match=r"cannot be used: (the tokens in tokenizer.json are words|it does not decode)",
         ):
             read_initial_weights(str(tmp_path / "gpt2"))
 
@@ -477,20 +493,20 @@ def test_a_gpt2_without_transformers(texts, tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model_type": "llama"}, "model_type is llama, not gpt2"),
+        ({"model_type": "llama"}, "model_type is llama, but must be gpt2"),
         (
             {"activation_function": "relu"},
-            "activation_function is relu, not gelu_new or gelu_pytorch_tanh or gelu",
+            "activation_function is relu, but must be gelu_new or gelu_pytorch_tanh or gelu",
         ),
-        ({"n_inner": 5}, "n_inner is 5, not 4 n_embd = 48"),
-        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon is 1e-06, not 1e-05"),
+        ({"n_inner": 5}, "n_inner is 5, but must be 4 n_embd = 48"),
+        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon is 1e-06, but must be 1e-05"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings is False, not True"),
         (
             {"scale_attn_by_inverse_layer_idx": True},
             "scale_attn_by_inverse_layer_idx is True, not False",
         ),
         ({"n_positions": -1}, "vocabulary size and context length are"),
-        ({"n_layer": 9999}, "n_layer is 9999, with"),
+        ({"n_layer": 9999}, "n_layer is 9999, but there are"),
         ({"n_embd": "many"}, "n_inner|vocab_size|can only|n_embd"),
     ],
 )

@@ -99,7 +99,7 @@ def test_a_snapshot_of_other_hooks(runtime):
     actions = Actions(CONFIG, runtime, [("gradients x", Noted)])
     change(actions, 1, [1.0])
     assert actions.load(saved.state()) == [
-        "no state of the hook gradients Noted, which begins with its first one",
+        "no state of the hook gradients Noted, which begins with its initial state",
         "state of the hook update Noted, which is not registered any more",
     ]
     assert actions.actions[0].hook.steps == []

@@ -299,7 +299,7 @@ def test_milestones_and_the_best_are_saved_and_kept(settings, steps, tmp_path):
 def test_an_automatic_interval_follows_from_the_measured_cost(tmp_path, monkeypatch, caplog):
     """The cost of the first snapshot is known a step later."""
     caplog.set_level(logging.INFO, "mingpt_ddp")
-    monkeypatch.setattr(save_schedule, "FIRST_S", 0.0)
+    monkeypatch.setattr(save_schedule, "FIRST_INTERVAL_S", 0.0)
     auto = ["snapshot.every_steps=auto", "snapshot.mtbf_hours=1e9", "snapshot.background=false"]
     train(tmp_path, *KEEP_ALL, *auto)
     assert committed(tmp_path / "run") == [1, 2, 12]
@@ -352,7 +352,7 @@ def test_a_storage_that_is_away_does_not_hide_a_signal(tmp_path, monkeypatch, ca
     settings = [*KEEP_ALL, "snapshot.background=false", "snapshot.max_failures=0"]
     result = train(tmp_path, *settings, signals=InterruptedAt(7, monkeypatch))
     assert (result["status"], committed(tmp_path / "run")) == ("preempted", [4])
-    assert "without time for a snapshot: the last one is of step 4" in caplog.text
+    assert "without time for a snapshot: the newest one is from step 4" in caplog.text
 
 
 # What a kill, an anomaly and a rollback leave

@@ -187,7 +187,7 @@ def _recorded(settings: Sequence[Setting]) -> list[Comparison] | None:
 
     Returns:
         None if the settings do not all belong to one such comparison, if its reference is not among
-        them, or if they are ranked by another metric than the recorded one.
+        them, or if they are not ranked by the recorded metric.
     """
     record = next(filter(None, (setting.record for setting in settings)), None)
     parents = {job.directory.parent for setting in settings for job in setting.jobs}

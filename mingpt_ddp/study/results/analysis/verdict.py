@@ -117,7 +117,7 @@ def sentences(groups: list[Group], directories: list[Path], most: int) -> list[s
 def _no_verdict(settings: list[Setting]) -> str:
     """Explain why nothing can be said about settings without replicates, and what to do."""
     if all(setting.n_complete == 1 and not setting.diverged for setting in settings):
-        why = "each setting has one seed, which says _nothing about chance"
+        why = "each setting has one seed, which says nothing about chance"
     else:
         why = "no setting has two complete seeds"
         if any(setting.diverged for setting in settings):

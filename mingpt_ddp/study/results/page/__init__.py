@@ -1,1 +1,1 @@
-"""The page of a report."""
+"""Write the HTML page of a report."""

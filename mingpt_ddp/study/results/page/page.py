@@ -1,4 +1,4 @@
-"""Render the page of one run or many: a self-contained HTML file with no foreign scripts."""
+"""Render the page of one run or of several: one HTML file that loads nothing from elsewhere."""
 
 import json
 import math
@@ -20,11 +20,11 @@ from mingpt_ddp.study.results.formats import command_line, cut, duration, fixed,
 from mingpt_ddp.study.results.groups import Group, recipe, singles
 from mingpt_ddp.study.results.objective import BITS_PER_BYTE, LOSS
 from mingpt_ddp.study.results.page.figures import (
-    DRAWN,
+    MAX_FIGURES,
     TRAINING,
     VALIDATION,
     Figures,
-    Look,
+    Style,
     mean_curve,
 )
 from mingpt_ddp.study.results.report_text import Cells, cells_of, used_columns, with_interval
@@ -39,24 +39,29 @@ from mingpt_ddp.study.results.runs import (
     why_no_best,
 )
 
-BARS = "Bars: the 95% interval of each mean. They can overlap where a comparison by seed differs."
-MOST_SENTENCES = 12  # sentences of the verdict
-OTHER_CURVES = 16  # figures of a single run besides its losses
-SAMPLES = 12  # approximate number of generated texts
-LONGEST_SAMPLE = 2000  # characters
+BARS = (
+    "Bars: the 95% interval of each mean. They can overlap although a comparison seed by seed "
+    "shows a difference."
+)
+MAX_SENTENCES = 12  # the verdict of a page has at most so many sentences
+MAX_OTHER_CURVES = 16  # the page of a single run has at most so many figures besides its losses
+MAX_SAMPLES = 12  # the page of a single run has about so many generated texts
+MAX_SAMPLE_LENGTH = 2000  # longest part of a generated text, in characters
 
 
 def render_page(title: str, results: Results, reload_s: float = 0) -> str:
-    """Return the HTML document.
+    """Render the page of a report as an HTML document.
 
-    Names, values and texts of runs are untrusted: they are escaped in HTML and in plotly's labels,
+    Names, values and texts of runs are untrusted. They are escaped in HTML and in plotly's labels,
     which render some tags. Only scripts with the nonce run.
 
     Args:
+        title: Title of the page.
+        results: The jobs to show.
         reload_s: Interval in seconds at which the page reloads itself. 0 disables reloading.
     """
     figures = Figures(results)
-    verdict = sentences(results.groups, results.directories, MOST_SENTENCES)
+    verdict = sentences(results.groups, results.directories, MAX_SENTENCES)
     unread = results.unread
     sections = {
         "Result" if results.only_job else "Best configuration": _best(figures, results),
@@ -78,13 +83,15 @@ def render_page(title: str, results: Results, reload_s: float = 0) -> str:
         title=printable(escape(title)),
         body=printable(body),
         reload_ms=round(1000 * reload_s),
-        figures=json.dumps(figures.drawn).replace("<", "\\u003c"),  # cannot close the element
+        # With "<" escaped, no text can close the script element.
+        figures=json.dumps(figures.drawn).replace("<", "\\u003c"),
         plotly=get_plotlyjs(),
         nonce=secrets.token_urlsafe(),
     )
 
 
 def _summary(results: Results) -> str:
+    """Count the jobs by status, and add up their training time and faults, in a sentence."""
     jobs = results.jobs
     statuses = [job.status for job in jobs]
     counts = [f"{statuses.count(status)} {shown(status)}" for status in dict.fromkeys(statuses)]
@@ -98,7 +105,7 @@ def _summary(results: Results) -> str:
 
 
 def _best(figures: Figures, results: Results) -> str:
-    """Describe the best row, or the only run."""
+    """Describe the best group, or the only run, as HTML."""
     best = results.best or (results.groups[0] if results.only_job else None)
     if best is None:
         return f"<p>{why_no_best(results.jobs).capitalize()}.</p>"
@@ -119,7 +126,7 @@ def _best(figures: Figures, results: Results) -> str:
 
 
 def _numbers(job: RunRecord) -> str:
-    """Return the table of all numbers of a result."""
+    """Return a table of all numbers in a job's result."""
     rows = []
     for key in job.result:
         value = number(job.result[key])
@@ -129,18 +136,21 @@ def _numbers(job: RunRecord) -> str:
 
 
 def _run(figures: Figures, job: RunRecord, unread: list[str]) -> dict[str, str]:
-    """Return the sections of a single run: its measurements, samples and restarts."""
+    """Return the sections of a single run by heading: its measurements, samples and restarts."""
     history = job.history
     restarts = {*known(number(each["step"]) for each in history.attempts[1:])}
-    looks = {"train_loss": Look(TRAINING, "training"), LOSS.series: Look(VALIDATION, "validation")}
-    losses = [(look, mean_curve([history.series(key)])) for key, look in looks.items()]
-    legend = " ".join(look.key for look in looks.values())
+    styles = {
+        "train_loss": Style(TRAINING, "training"),
+        LOSS.series: Style(VALIDATION, "validation"),
+    }
+    losses = [(style, mean_curve([history.series(key)])) for key, style in styles.items()]
+    legend = " ".join(style.legend_entry for style in styles.values())
     legend += " &nbsp;Dotted: a restart." if restarts else ""
     curves = figures.curves(losses, "loss", 380, restarts)
     others = ""
-    for key in [key for key in history.columns if key not in looks][:OTHER_CURVES]:
+    for key in [key for key in history.columns if key not in styles][:MAX_OTHER_CURVES]:
         curve = mean_curve([history.series(key)])
-        others += figures.curves([(Look(TRAINING), curve)], words(key), 260, restarts)
+        others += figures.curves([(Style(TRAINING), curve)], words(key), 260, restarts)
     attempts = []
     for index, record in enumerate(history.attempts, start=1):
         row = {"attempt": str(index), "began": when(number(record.get("start")))}
@@ -155,7 +165,7 @@ def _run(figures: Figures, job: RunRecord, unread: list[str]) -> dict[str, str]:
 
 
 def _samples(directory: Path, unread: list[str]) -> str:
-    """Show generated texts, evenly spaced over the run. The last one is among them."""
+    """Show generated texts, evenly spaced over the run. The last text is always shown."""
     try:
         texts = dict(read_samples(directory))
     except FileNotFoundError:
@@ -165,23 +175,23 @@ def _samples(directory: Path, unread: list[str]) -> str:
         return ""
     steps = sorted(texts, reverse=True)
     blocks = ""
-    for step in steps[:: len(steps) // SAMPLES + 1]:
-        text = escape(texts[step][:LONGEST_SAMPLE])
+    for step in steps[:: len(steps) // MAX_SAMPLES + 1]:
+        text = escape(texts[step][:MAX_SAMPLE_LENGTH])
         blocks += f"<p>step {fixed(number(step), '.0f')}</p><pre>{text}</pre>"
     return blocks
 
 
 def _sweep(figures: Figures, results: Results) -> dict[str, str]:
-    """Return the sections of several jobs: curves, parameters, and tables."""
+    """Return the sections of several jobs by heading: curves, parameters, and tables."""
     jobs = results.jobs
     objective = results.objective
     training = "training loss"
     if objective is BITS_PER_BYTE:
         training += ", per token of each tokenizer"
     curves = figures.losses({objective.series: objective.title, "train_loss": training})
-    parameters = _grid("".join(map(figures.against, results.keys[:DRAWN])))
-    if more := len(results.keys[DRAWN:]):
-        parameters = f"<p>The first {DRAWN}; the table has the other {more}.</p>{parameters}"
+    parameters = _grid("".join(map(figures.over_parameter, results.keys[:MAX_FIGURES])))
+    if more := len(results.keys[MAX_FIGURES:]):
+        parameters = f"<p>The first {MAX_FIGURES}; the table has the other {more}.</p>{parameters}"
     if results.has_replicates and parameters:
         parameters = f"<p>{BARS}</p>{parameters}"
     ranks = [*map(str, range(1, len(results.groups) + 1))]
@@ -198,7 +208,11 @@ def _sweep(figures: Figures, results: Results) -> dict[str, str]:
 
 
 def _rows(results: Results, ranks: list[str]) -> str:
-    """Return the table of the groups."""
+    """Return the table of the groups.
+
+    Args:
+        ranks: The number of each row, which its curves have too.
+    """
     rows = []
     for rank, group in zip(ranks, results.groups, strict=True):
         cells = cells_of(results, group, results.keys, short=False)
@@ -207,7 +221,7 @@ def _rows(results: Results, ranks: list[str]) -> str:
 
 
 def _settings(jobs: list[RunRecord]) -> str:
-    """Describe what all jobs share: size, code and date in words, then the settings."""
+    """Describe the model size, code and date of the jobs, and the settings that all jobs share."""
     first = jobs[0].config
     if not first:
         return ""
@@ -227,14 +241,14 @@ def _settings(jobs: list[RunRecord]) -> str:
 
 
 def _flow(values: dict[str, Value]) -> str:
-    """Return YAML on one line, which the page wraps."""
+    """Format values as YAML on one line. The page wraps the line."""
     return yaml.safe_dump(
         values, sort_keys=False, allow_unicode=True, default_flow_style=True, width=math.inf
     )
 
 
 def bullets(texts: list[str]) -> str:
-    """Return a bulleted list, or "" without texts."""
+    """Return a bulleted list as HTML, or "" without texts."""
     items = "".join(f"<li>{escape(text)}</li>" for text in texts)
     return f"<ul>{items}</ul>" if items else ""
 

@@ -1,1 +1,1 @@
-"""The statistics of a report."""
+"""Compute the statistics of a report."""

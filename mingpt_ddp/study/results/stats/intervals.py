@@ -11,16 +11,17 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """The mean of n independent values, and how far it may be from the true one.
+    """The mean of n independent values, and how far it may be from the true mean.
 
-    What one value lacks, or none at all, is None.
+    The deviation and the interval are None if there is only one value. The mean is None if there is
+    no value.
     """
 
     n: int = 0
     mean: float | None = None
     deviation: float | None = None  # standard deviation of the sample, with n - 1
     low: float | None = None  # lower end of the interval
-    high: float | None = None
+    high: float | None = None  # upper end of the interval
 
     @property
     def half_width(self) -> float | None:
@@ -29,13 +30,13 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return mean, sample standard deviation and 95% interval, mean ± t s / sqrt(n).
+    """Compute mean, sample standard deviation s and 95% interval, mean ± t s / sqrt(n).
 
     The interval assumes that the values are independent and normally distributed: Student,
     *The probable error of a mean*, 1908.
 
     Args:
-        values: finite numbers.
+        values: Finite numbers.
     """
     n = len(values)
     if n == 0:
@@ -49,14 +50,14 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 @cache
-def student_t(freedom: float) -> float:
-    """Return t such that 95% of Student's distribution are between -t and t.
+def student_t(degrees: float) -> float:
+    """Return t such that 95% of Student's distribution lies between -t and t.
 
     scipy.special has the same quantiles as scipy.stats.t, and is imported in a third of the time.
 
     Args:
-        freedom: degrees of freedom.
+        degrees: Degrees of freedom.
     """
     from scipy.special import stdtrit
 
-    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
+    return float(stdtrit(degrees, (1 + CONFIDENCE) / 2))

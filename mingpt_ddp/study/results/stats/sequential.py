@@ -20,7 +20,7 @@ class Decision(str, Enum):
     """The result of a sequential test that compares a setting with the reference."""
 
     DIFFERENT = "different"
-    SMALLER = "smaller"  # the difference is smaller than the user cares about
+    SMALLER = "smaller"  # the difference is too small to matter to the user
     UNDECIDED = "undecided"
 
 
@@ -45,7 +45,7 @@ class Evidence:
     # Ends of the confidence interval of the mean difference, corrected for all comparisons.
     low: float
     high: float
-    p: float  # the number of comparisons over the e-value, at most 1
+    p: float  # the number of comparisons divided by the e-value, at most 1
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class SequentialTest:
 
     @property
     def log_threshold(self) -> float:
-        """The logarithm of the e-value at which the settings count as different."""
+        """Logarithm of the e-value from which the settings count as different."""
         return math.log(self.comparisons / LEVEL)
 
     @property
-    def least_pairs(self) -> int:
-        """The smallest number of pairs that can show a difference, however large it is.
+    def min_pairs(self) -> int:
+        """The smallest number of pairs that can show a difference, no matter how large it is.
 
         The e-value of n pairs is at most (1 + n) ** ((n - 1) / 2).
         """

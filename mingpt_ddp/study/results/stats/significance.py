@@ -6,25 +6,25 @@ from dataclasses import dataclass, replace
 
 from mingpt_ddp.study.results.stats.intervals import CONFIDENCE
 
-# The chance with which two settings may be called different although they are not.
+# Chance that two settings are called different although they are equal.
 LEVEL = 1 - CONFIDENCE
-MIN_PAIRS = 3
+MIN_PAIRS = 3  # fewer pairs of seeds are not compared seed by seed
 PAIRED = "paired t"
 SEQUENTIAL = "sequential"
 # A spread below this share of the largest value is rounding. It says nothing about chance.
 ROUNDING = 1e-12
-Values = Mapping[str, float]  # the values of a setting, by seed
+Values = Mapping[str, float]  # results of a setting by seed
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How much larger the mean of one setting is than the mean of another, over tested seeds."""
+    """The mean of one setting minus the mean of another setting, over the tested seeds."""
 
     difference: float
     low: float  # lower end of the 95% interval
-    high: float
-    p: float  # two-sided: how often chance alone makes a difference as large
-    test: str  # PAIRED, SEQUENTIAL, or Welch
+    high: float  # upper end of the 95% interval
+    p: float  # chance that equal settings show a difference at least as large (two-sided)
+    test: str  # PAIRED, SEQUENTIAL or "Welch"
     seeds: tuple[int, int]  # number of tested seeds of each setting
     left_out: int  # number of seeds without a pair, which a paired test leaves out
 
@@ -41,19 +41,20 @@ class Difference:
 
 
 def are_paired(one: Values, other: Values) -> bool:
-    """Return whether to compare seed by seed: where most seeds are those of both settings.
+    """Return True if two settings are compared seed by seed, because they share most seeds.
 
-    Runs of one seed begin with the same weights and read the same batches, so that their difference
-    varies less than they do. At least MIN_PAIRS: the interval of two pairs is wider than that of
-    two pairs of runs taken as independent, 12.7 standard errors instead of 4.3 or a little more.
-    The values take no part in the choice, which would spoil the level of the test.
+    Runs with the same seed begin with the same weights and read the same batches, so their
+    difference varies less than their results. With two pairs, however, the interval would be wider
+    than without pairing: 12.7 standard errors instead of about 4.3. MIN_PAIRS is therefore 3.
+
+    Only the seeds decide. A choice that depends on the results would spoil the level of the test.
     """
     pairs = len({*one} & {*other})
     return pairs >= MIN_PAIRS and 2 * pairs >= max(len(one), len(other))
 
 
 def why_incomparable(one: Values, other: Values) -> str | None:
-    """Return the reason if nothing can be said about the difference, else None."""
+    """Explain why the difference cannot be tested. Return None if it can."""
     if min(len(one), len(other)) < 2:
         return "one seed says nothing about chance"
     samples = [*_samples(one, other)]
@@ -64,23 +65,26 @@ def why_incomparable(one: Values, other: Values) -> str | None:
     if any(statistics.stdev(sample) > rounding for sample in samples):
         return None
     if not is_paired:
-        return "the seeds of each have all the same result, which says nothing about chance"
+        return "all seeds of a setting have the same result, which says nothing about chance"
     gap = abs(statistics.fmean(samples[0]))
     if gap <= rounding:
-        return "each seed has the same result in both"
+        return "each seed has the same result in both settings"
     return f"each seed has the same difference, {gap:.4g}, which says nothing about chance"
 
 
 def difference(one: Values, other: Values) -> Difference:
-    """Return the difference of the means over the tested seeds, other - one, with its 95% interval.
+    """Test the difference of two means, other - one, over the tested seeds.
 
-    The t-test of Student, *The probable error of a mean*, 1908, on the differences where
-    `are_paired`; else that of Welch, *The generalization of "Student's" problem when several
-    different population variances are involved*, 1947. Both assume that the results of many seeds
-    are normally distributed.
+    Paired results are tested with the t-test of their differences: Student, *The probable error of
+    a mean*, 1908. Other results are tested with the t-test of Welch, *The generalization of
+    "Student's" problem when several different population variances are involved*, 1947. Both tests
+    assume that the results of many seeds are normally distributed.
 
     Args:
-        one, other: Results by seed, for which `why_incomparable` returns None.
+        one, other: Results by seed. `why_incomparable` must return None for them.
+
+    Returns:
+        The difference with its 95% interval.
     """
     from scipy import stats
 
@@ -102,7 +106,10 @@ def _differences(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
 
 
 def _samples(one: Values, other: Values) -> tuple[list[float], list[float]]:
-    """Return the values that are compared: of the common seeds, in the same order, if paired."""
+    """Return the values of each setting that are compared.
+
+    If the settings are paired, these are the values of the common seeds, in the same order.
+    """
     if not are_paired(one, other):
         return [*one.values()], [*other.values()]
     seeds = [seed for seed in one if seed in other]
@@ -110,14 +117,16 @@ def _samples(one: Values, other: Values) -> tuple[list[float], list[float]]:
 
 
 def holm(ps: Sequence[float], tests: int) -> list[float]:
-    """Correct the p-values of several tests, in their order.
+    """Correct the p-values of several tests. Return them in the same order.
 
-    At the level L, the chance that any of the tests finds a difference where there is none is at
-    most L: Holm, *A simple sequentially rejective multiple test procedure*, 1979.
+    If pairs of settings with a corrected p below L are called different, the chance that any pair
+    is called different by mistake is at most L. Source: Holm, *A simple sequentially rejective
+    multiple test procedure*, 1979.
 
     Args:
-        tests: how many there are, with those whose p-values are not given: among all of them the
-            given ones come no earlier than in their own order, so that no factor is too small.
+        ps: The p-values to correct.
+        tests: Number of all tests. Some of their p-values may be missing from `ps`. The correction
+            is then at least as large as it would be with all p-values.
     """
     import numpy as np
 

@@ -1,1 +1,1 @@
-"""The search of a sweep: its space, and its trials in Optuna's study."""
+"""The search of a sweep: its search space, and its trials in a study of Optuna."""

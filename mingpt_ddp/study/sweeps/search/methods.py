@@ -1,4 +1,4 @@
-"""The samplers and pruners of a search: their settings by name, and Optuna's objects for them.
+"""Check the settings of samplers and pruners, and build them with Optuna.
 
 Every setting has its default here, because Optuna's defaults differ by version.
 """
@@ -19,7 +19,7 @@ from mingpt_ddp.study.sweeps.search.optuna_library import no_warnings, optuna
 
 @dataclass(frozen=True, kw_only=True)
 class Tpe:
-    """Settings of tpe."""
+    """Settings of sweep.sampler=tpe."""
 
     n_startup_trials: NonNegativeInt = 10
     n_ei_candidates: PositiveInt = 24
@@ -29,7 +29,7 @@ class Tpe:
 
 @dataclass(frozen=True, kw_only=True)
 class Gp:
-    """Settings of gp."""
+    """Settings of sweep.sampler=gp."""
 
     n_startup_trials: PositiveInt = 10
     deterministic_objective: bool = False
@@ -37,7 +37,7 @@ class Gp:
 
 @dataclass(frozen=True, kw_only=True)
 class Median:
-    """Settings of median."""
+    """Settings of sweep.pruner=median."""
 
     n_startup_trials: NonNegativeInt = 5
     n_warmup_steps: NonNegativeInt = 0
@@ -47,9 +47,9 @@ class Median:
 
 @dataclass(frozen=True, kw_only=True)
 class Asha:
-    """Settings of asha."""
+    """Settings of sweep.pruner=asha."""
 
-    min_resource: PositiveInt | None = None  # null: trainer.eval_every
+    min_resource: PositiveInt | None = None  # None stands for trainer.eval_every
     reduction_factor: Annotated[int, Field(ge=2)] = 3
     min_early_stopping_rate: NonNegativeInt = 0
     bootstrap_count: NonNegativeInt = 0
@@ -57,7 +57,7 @@ class Asha:
 
 @dataclass(frozen=True)
 class NoSettings:
-    """The settings of a method that has none."""
+    """For a sampler or pruner that has no settings."""
 
 
 Methods = Mapping[str | None, type]
@@ -66,17 +66,20 @@ PRUNERS: Methods = {"median": Median, "asha": Asha, "none": NoSettings}
 
 
 def sampler(sweep: SweepConfig, trial: int) -> optuna.samplers.BaseSampler:
-    """Make the sampler of one trial.
+    """Make the sampler for one trial.
 
-    Its seed depends on the number of the trial: one sampler for all trials of a start would repeat
-    its draws after a restart.
+    Each trial has a sampler of its own, whose seed depends on the number of the trial. A single
+    sampler for all trials would repeat its draws after a restart.
+
+    Args:
+        trial: Number of the trial.
 
     Raises:
         ConfigError: A setting is unknown or invalid.
     """
     settings = _settings(SAMPLERS, "sampler", sweep.sampler, sweep.sampler_settings)
     digest = hashlib.sha256(f"sweep {sweep.seed} trial {trial}".encode()).digest()
-    seed = int.from_bytes(digest[:4], "big")  # NumPy takes 32 bits
+    seed = int.from_bytes(digest[:4], "big")  # NumPy takes a seed of 32 bits
     with no_warnings():
         if sweep.sampler == "tpe":
             return optuna.samplers.TPESampler(seed=seed, **settings)
@@ -86,7 +89,7 @@ def sampler(sweep: SweepConfig, trial: int) -> optuna.samplers.BaseSampler:
 
 
 def pruner(config: Config) -> optuna.pruners.BasePruner:
-    """Make the pruner of a search.
+    """Make the pruner for a search.
 
     Raises:
         ConfigError: A setting is unknown or invalid.

@@ -1,4 +1,4 @@
-"""Import Optuna, and hide its log lines and warnings."""
+"""Import Optuna without its log lines and warnings."""
 
 import contextlib
 import logging
@@ -13,20 +13,20 @@ try:
 except ImportError as import_error:
     raise ConfigError("a search needs Optuna; pip install 'mingpt_ddp[sweep]'") from import_error
 
-OLDEST = (4, 7)
+MIN_VERSION = (4, 7)
 
-for library in ("optuna", "alembic"):  # they log a line for each trial
+for library in ("optuna", "alembic"):  # both log a line for each trial
     logging.getLogger(library).setLevel(logging.ERROR)
-if tuple(map(int, optuna.__version__.split(".")[:2])) < OLDEST:
+if tuple(map(int, optuna.__version__.split(".")[:2])) < MIN_VERSION:
     raise ConfigError(
-        f"a search needs Optuna 4.7 or later, here is {optuna.__version__}; "
+        f"a search needs Optuna 4.7 or later, but {optuna.__version__} is installed; "
         "pip install 'mingpt_ddp[sweep]'"
     )
 
 
 @contextlib.contextmanager
 def no_warnings() -> Iterator[None]:
-    """Hide Python's warnings in this context. Optuna warns of experimental arguments."""
+    """Hide Python's warnings in this context, because Optuna warns of experimental arguments."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -16,18 +16,18 @@ CategoricalDistribution = optuna.distributions.CategoricalDistribution
 FloatDistribution = optuna.distributions.FloatDistribution
 IntDistribution = optuna.distributions.IntDistribution
 
-# Significant digits of a drawn float. Values are part of the names of directories.
-DIGITS = 4
-MAX_INT = 2**53  # Optuna computes with floats, which are exact up to here
+# Significant digits of a drawn float. Few digits keep the names of job directories short.
+SIGNIFICANT_DIGITS = 4
+MAX_INT = 2**53  # Optuna computes with floats, which hold whole numbers exactly up to here
 
 
 def search_space(overrides: list[Override]) -> dict[str, BaseDistribution]:
-    """Return the distribution of each swept key. The last override of a key counts.
+    """Return the distribution of each swept key. If a key has several overrides, the last counts.
 
     The keys are sorted, so that the draws do not depend on the order of the command line.
 
     Raises:
-        ConfigError: An override cannot be searched.
+        ConfigError: An override does not describe a distribution.
     """
     by_key = {override.get_key_element(): override for override in overrides}
     space = {}
@@ -35,7 +35,7 @@ def search_space(overrides: list[Override]) -> dict[str, BaseDistribution]:
         if override.is_sweep_override():
             try:
                 space[key] = _distribution(override)
-            except (ValueError, ArithmeticError) as error:  # from Optuna, or from decimal
+            except (ValueError, ArithmeticError) as error:  # raised by Optuna, or by decimal
                 raise ConfigError(f"{override.input_line}: {error}") from error
     return space
 
@@ -44,7 +44,7 @@ def _distribution(override: Override) -> BaseDistribution:
     sweep: Any = override.value()
     line = override.input_line
     tags: set[str] = getattr(sweep, "tags", set())
-    check(tags <= {"log"}, f"{line}: the only tag is log, not {', '.join(sorted(tags))}")
+    check(tags <= {"log"}, f"{line}: the tag must be log, not {', '.join(sorted(tags))}")
     check(not tags or isinstance(sweep, IntervalSweep), f"{line}: tag(log, ...) needs an interval")
     if isinstance(sweep, IntervalSweep):
         assert sweep.start is not None and sweep.end is not None
@@ -60,15 +60,17 @@ def _numbers(
     line: str | None, low: float, high: float, *, log: bool = False, step: float | None = None
 ) -> BaseDistribution:
     if isinstance(low, int) and isinstance(high, int):
-        check(max(-low, high) <= MAX_INT, f"{line}: whole numbers end at {MAX_INT}")
+        check(
+            max(-low, high) <= MAX_INT, f"{line}: whole numbers must be at most {MAX_INT} in size"
+        )
         return IntDistribution(low, high, log=log, step=int(step or 1))
-    check(math.isfinite(high - low), f"{line}: the ends must be finite, and not too far apart")
+    check(math.isfinite(high - low), f"{line}: both ends and their difference must be finite")
     return FloatDistribution(low, high, log=log, step=step)
 
 
 def _range(line: str | None, sweep: RangeSweep) -> BaseDistribution:
     ends: tuple[Any, ...] = (sweep.start, sweep.stop, sweep.step)
-    for cast in getattr(sweep, "transformers", ()):  # Hydra 1.3 has cast the ends itself
+    for cast in getattr(sweep, "transformers", ()):  # Hydra 1.3 has already cast the ends
         ends = tuple(map(cast, ends))
     # Count in decimals. Binary floats would lose the last value of some ranges, or add one.
     start, stop, step = (Decimal(str(end)) for end in ends)
@@ -80,12 +82,15 @@ def _range(line: str | None, sweep: RangeSweep) -> BaseDistribution:
 
 
 def describe(distribution: BaseDistribution) -> str:
-    """Describe a distribution for messages. Different distributions have different descriptions."""
+    """Describe a distribution for messages and for the record of the search.
+
+    Different distributions have different descriptions.
+    """
     if isinstance(distribution, CategoricalDistribution):
         return f"choice({','.join(map(str, distribution.choices))})"
     assert isinstance(distribution, FloatDistribution | IntDistribution)
     text = f"interval({distribution.low},{distribution.high})"
-    every_step = None  # the step of a distribution that leaves out no value
+    every_step = None  # the step with which no value of the interval is left out
     if isinstance(distribution, IntDistribution):
         text, every_step = f"int({text})", 1
     if distribution.log:
@@ -97,7 +102,7 @@ def describe(distribution: BaseDistribution) -> str:
 def rounded(value: Any, distribution: BaseDistribution) -> Any:
     """Round a drawn float to four significant digits, or to more if the interval is narrow.
 
-    With a step return the decimal number that is meant: 0.3 for 0.1 + 2 * 0.1.
+    With a step, return the exact decimal number: 0.3, although 0.1 + 2 * 0.1 is slightly more.
     """
     if not isinstance(distribution, FloatDistribution) or value == 0 or distribution.single():
         return value
@@ -105,5 +110,5 @@ def rounded(value: Any, distribution: BaseDistribution) -> Any:
     if step is not None:
         return float(Decimal(str(low)) + round((value - low) / step) * Decimal(str(step)))
     magnitude = math.floor(math.log10(abs(value))) + 1
-    digits = max(DIGITS, magnitude - math.floor(math.log10((high - low) / 1000)))
+    digits = max(SIGNIFICANT_DIGITS, magnitude - math.floor(math.log10((high - low) / 1000)))
     return min(max(float(f"{value:.{digits}g}"), low), high)

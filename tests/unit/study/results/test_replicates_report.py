@@ -40,7 +40,7 @@ def test_a_row_for_each_recipe(sweep, tmp_path):
     assert cells(lines[1]) == [*numbers, *more] and cells(lines[2])[0] == "2.2000"
     best = next(line for line in lines if line.startswith("best: "))
     assert best.startswith(f"best: 2.1000 ± {HALF:.4f}, mean of 2 seeds; its best seed is {sweep}")
-    advice = f"{sweep} compare` tests whether others differ from it"
+    advice = f"{sweep} compare` tests whether other settings differ from it"
     assert lines[lines.index(best) + 1].endswith(advice)
     fake_run(sweep / "third", {"optimizer.lr": 0.1, "run.seed": 3}, "preempted", 9.0)
     row = cells(report([sweep], tmp_path / "page.html").splitlines()[1])
@@ -54,7 +54,7 @@ def test_replicates_on_other_ranks_are_noted(tmp_path):
         result = json.loads((run / "result.json").read_text())
         (run / "result.json").write_text(json.dumps({**result, "world_size": seed}))
     text = report([tmp_path], tmp_path / "page.html")
-    assert "note: replicates differ in trainer.eval_every: no loss depends on that" in text
+    assert "note: replicates differ in trainer.eval_every: no loss depends on this" in text
     assert "note: replicates differ in ddp.nproc_per_node: the last bits" in text
     assert "note: replicates ran on different numbers of ranks" in text
 

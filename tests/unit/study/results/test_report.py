@@ -325,7 +325,7 @@ def call(monkeypatch, capsys):
         ("nothing", "run error: nothing is not a directory; "),
         ("--open", "config error: open is not a key; use one of runs"),
         ("s3://bucket/run", "run error: s3://bucket/run is not a local directory"),
-        ("s3://key:hunter2@bucket/run", "config error: runs holds credentials"),
+        ("s3://key:hunter2@bucket/run", "config error: runs contains credentials"),
     ],
 )
 def test_errors_are_one_line(tmp_path, monkeypatch, call, arg, message):

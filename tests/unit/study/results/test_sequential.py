@@ -36,7 +36,7 @@ def test_p_is_the_bayes_factor_of_a_normal_prior_on_the_effect(differences):
 @pytest.mark.parametrize(("comparisons", "least"), [(1, 5), (3, 6), (10, 7)])
 def test_fewer_pairs_decide_nothing_however_large_the_difference(comparisons, least):
     test = SequentialTest(comparisons)
-    assert test.least_pairs == least
+    assert test.min_pairs == least
     differences = [1e9 + i % 2 for i in range(least)]
     assert test.evidence(pairs(*differences)).decision is Decision.DIFFERENT
     fewer = test.evidence(pairs(*differences[:-1]))

@@ -97,7 +97,7 @@ def test_seeds_are_paired_where_most_are_in_both(one, other, expected):
     ("one", "other", "reason"),
     [
         (values(1.0), values(2.0, 2.1), "one seed"),
-        (values(1.0, 1.0), values(2.0, 2.0), "seeds of each have all the same result"),
+        (values(1.0, 1.0), values(2.0, 2.0), "all seeds of a setting have the same result"),
         (values(1.0, 2.0, 3.0), values(2.0, 3.0, 4.0), "each seed has the same difference, 1,"),
         (values(1.0, 2.0, 3.0), values(1.0, 2.0, 3.0), "each seed has the same result in both"),
         (values(1.0, 1.0), values(2.0, 2.1), None),

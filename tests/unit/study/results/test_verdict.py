@@ -171,11 +171,8 @@ def test_the_settings_of_directories(tmp_path, call):
     found = strict(call(*runs, "compare", "format=json")[1])
     assert [len(side["by_seed"]) for side in found["settings"]] == [3, 3]
     code, out, err = call(tmp_path / "a", "compare")
-    assert (code, out, err.count("\n")) == (
-        2,
-        "",
-        1,
-    ) and "there is only one setting, so nothing to compare" in err
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "there is only one setting, so nothing to compare" in err
 
 
 def test_the_numbers_as_json(tmp_path, call):
@@ -190,7 +187,7 @@ def test_the_numbers_as_json(tmp_path, call):
     first = found["comparisons"][0]
     assert (first["reference"], first["other"]) == ("lr=0.001", "lr=0.003")
     assert first["better"] is None and first["p_corrected"] == pytest.approx(3 * first["p"])
-    assert any("1 job of lr=0.003 not counted" in note for note in found["notes"])
+    assert any("not complete: 1 job of lr=0.003" in note for note in found["notes"])
     assert any("p is corrected for all 3 pairs of settings (Holm)" in n for n in found["notes"])
 
 
@@ -225,7 +222,7 @@ def test_a_metric_of_the_users_own(metric, tmp_path, call):
     assert lines[0].split()[0] == "val_vowels" and "val loss" in lines[0]
     assert lines[1].startswith("*") and best[3:] in lines[1]
     assert f"note: ranked by val_vowels: {better} is better" in lines
-    assert any(f"compare metric={metric}` tests whether others" in line for line in lines)
+    assert any(f"compare metric={metric}` tests whether other settings" in line for line in lines)
     for words in (["compare"], ["format=json"], []):
         code, out, err = call(tmp_path, *words, "metric=val_vowel")
         hint = "no run has this number; did you mean val_vowels?"
@@ -268,7 +265,7 @@ VERSIONS = "the jobs were trained with several versions of"
             f"{VERSIONS} recipe/mine.py: run.accept_code=true takes their seeds together",
         ),
         ({"content": "2", "is_accepted": True}, [], 2, f"{VERSIONS} recipe/mine.py: run.acc"),
-        ({"earlier": ["12345678"]}, [], 4, "trained with more than one version of its code: "),
+        ({"earlier": ["12345678"]}, [], 4, "trained with more than one version of your code: "),
         (
             {"package": "q", "commit": f"{'b' * 40}-dirty"},
             [],
@@ -346,7 +343,7 @@ def test_the_better_setting_is_better_over_the_tested_seeds(tmp_path, call):
     assert (found["best"], comparison["better"]) == ("lr=0.02", "lr=0.02")
     table = call(tmp_path)[1]
     assert "best: 1.0100 ± 0.0248, mean of 3 seeds; its best seed is " in table
-    assert "but run.seed=*,optimizer.lr=0.02 has it over the 3 seeds that all" in table
+    assert "but run.seed=*,optimizer.lr=0.02 has the best mean over the 3 seeds" in table
     assert table.splitlines()[2].split()[:2] == ["*", "1.0100"]
     shown = shown_on_page(tmp_path, "Comparison")
     assert verdict in shown and order in shown

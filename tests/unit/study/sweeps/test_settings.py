@@ -50,14 +50,18 @@ def check(config: Config, launcher: str = LOCAL, env: DistEnv = ALONE):
     [
         (
             {"sampler": "tpe", "pruner": "median"},
-            "sweep.pruner=median needs jobs of this machine, not of SlurmLauncher",
+            "sweep.pruner=median is for jobs on this machine, not for SlurmLauncher",
             None,
         ),
-        ({"sampler": "tpe", "parallel": 4}, None, "needs a parent of all jobs: "),
-        ({"parallel": "auto"}, "is for jobs of this machine", "needs a parent of all jobs: "),
-        ({"parallel": 2}, "gets all jobs of a grid at once", "needs a parent of all jobs: "),
-        ({"retries": 1}, "are for jobs of this machine", "all ranks fail alike in lock-step"),
-        ({"max_failures": 1}, "are for jobs of this machine", None),
+        ({"sampler": "tpe", "parallel": 4}, None, "does not work under torchrun; run "),
+        ({"parallel": "auto"}, "is for jobs on this machine", "does not work under torchrun; run "),
+        ({"parallel": 2}, "which gets all jobs of a grid", "does not work under torchrun; run "),
+        (
+            {"retries": 1},
+            "are for jobs on this machine",
+            "under torchrun, whose ranks fail together",
+        ),
+        ({"max_failures": 1}, "are for jobs on this machine", None),
     ],
     ids=str,
 )

@@ -13,7 +13,7 @@ from mingpt_ddp.config.keys.sweep_config import SweepConfig
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.study.results.sequential_record import SequentialRecord, read_sequential
-from mingpt_ddp.study.sweeps.until_decided import NeededJobs, rule_of
+from mingpt_ddp.study.sweeps.until_decided import NeededJobs, sequential_rule
 
 SETTINGS = ["lr=1", "lr=2", "lr=3"]
 SEEDS = [*map(str, range(1, 13))]
@@ -44,11 +44,11 @@ def needed(jobs, failed=()):
 
 def test_a_decided_setting_gets_no_more_seeds_after_a_restart_too(tmp_path):
     jobs = start(tmp_path)
-    assert len(needed(jobs)) == 36 and jobs.n_settings(()) == 3
+    assert len(needed(jobs)) == 36 and jobs.n_needed_settings(()) == 3
     for number in range(3 * 6):
         end(jobs, tmp_path, number, loss_of(number))
     for each in (jobs, start(tmp_path)):
-        assert {number % 3 for number in needed(each)} == {0, 2} and each.n_settings(()) == 2
+        assert {number % 3 for number in needed(each)} == {0, 2} and each.n_needed_settings(()) == 2
         assert each.directory_of(4) == tmp_path / "job4" and each.directory_of(34) is None
     assert [*read_sequential(tmp_path).decided] == ["lr=2"]
 
@@ -126,7 +126,7 @@ def rule(*words):
     parser = OverridesParser.create()
     constant = [word for word in words if "," not in word and "(" not in word]
     config = replace(typed(configure(*constant)), sweep=SweepConfig(until="decided"))
-    return rule_of(config, parser.parse_overrides([*words]))
+    return sequential_rule(config, parser.parse_overrides([*words]))
 
 
 def test_shuffled_values_keep_their_places():
@@ -140,7 +140,7 @@ def test_another_recipe_under_the_same_name_is_refused(tmp_path):
     words = [*RULE, "run.seed=range(1,13)", "optimizer.lr=0.1,0.2"]
     NeededJobs(tmp_path, SweepFile(tmp_path), rule(*words))
     NeededJobs(tmp_path, SweepFile(tmp_path), rule(*words))
-    with pytest.raises(ConfigError, match=r"and model\.n_layer \d, now 7; restore that"):
+    with pytest.raises(ConfigError, match=r"and model\.n_layer \d, now 7; restore the first value"):
         NeededJobs(tmp_path, SweepFile(tmp_path), rule(*words, "model.n_layer=7"))
 
 
