@@ -108,9 +108,9 @@ def type_of(schema: dict[str, Any]) -> str:
 
 
 def type_with_unit(schema: dict[str, Any]) -> str:
-    """Describe the type, the bounds and the unit of a key: whole number >= 1, in steps."""
-    unit = f", in {schema['unit']}" if schema["unit"] else ""
-    return f"{type_of(schema)}{unit}"
+    """Describe the unit, the type and the bounds of a key: steps: whole number >= 1."""
+    unit = f"{schema['unit']}: " if schema["unit"] else ""
+    return f"{unit}{type_of(schema)}"
 
 
 def show_number(value: float) -> str:

@@ -18,7 +18,7 @@ from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.models import count_parameters
 from mingpt_ddp.optim.lr_schedule import scale_lr
 from mingpt_ddp.storage.code_identity import (
-    LONGEST,
+    MAX_DESCRIPTION_CHARS,
     changed_files,
     describe,
     describe_change,
@@ -146,7 +146,7 @@ def warn_of_edited_code(code: dict[str, Any]) -> bool:
     if files:
         log.warning(
             "the run is complete; it was trained before these files were edited: %s; %s",
-            ", ".join(files)[:LONGEST],
+            ", ".join(files)[:MAX_DESCRIPTION_CHARS],
             NEW_RUN_ADVICE,
         )
     return bool(files)
@@ -173,7 +173,10 @@ def log_changes(before: dict[str, Any], run: Run) -> None:
     # The settings as this version would have recorded them, with the defaults of newer keys.
     old = flatten(with_defaults(with_data_format(recorded)))
     if unknown := sorted(map(str, flatten(recorded).keys() - old.keys())):
-        log.info("ignored, because they are not keys any more: %s", ", ".join(unknown)[:LONGEST])
+        log.info(
+            "ignored, because they are not keys any more: %s",
+            ", ".join(unknown)[:MAX_DESCRIPTION_CHARS],
+        )
     new = flatten(run.config.to_dict())
     old_environment = before.get("environment")
     if isinstance(old_environment, dict):

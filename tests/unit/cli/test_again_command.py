@@ -173,12 +173,12 @@ def test_user_code_must_be_named_on_the_command_line(tmp_path):
     values = yaml.safe_load(Path(run, "config.yaml").read_text())
     values["model"] = {"name": "a", "architecture": "lstm", "code": "mine.py", "cells": 3}
     Path(run, "config.yaml").write_text(yaml.safe_dump(values))
-    assert refusal(run).endswith(" with --config-dir=DIR model.code=mine.py")
+    assert refusal(run).endswith(": --config-dir=DIR model.code=mine.py")
     source = {"provider": "command-line", "path": str(tmp_path / "mine")}
     hydra = {"job": {"config_name": "config"}, "runtime": {"config_sources": [source]}}
     Path(run, ".hydra").mkdir()
     Path(run, ".hydra", "hydra.yaml").write_text(yaml.safe_dump({"hydra": hydra}))
-    advice = shlex.split(refusal(run).partition(" with ")[2])
+    advice = shlex.split(refusal(run).partition("command line: ")[2])
     assert advice == [f"--config-dir={tmp_path}/mine", "model.code=mine.py"]
     for word in ("model=lstm", advice[1]):
         model = composed(run, word, presets=tmp_path / "mine")["model"]
