@@ -80,6 +80,6 @@ class SweepConfig:
         )
         check(
             self.until is None or (not self.is_search and self.pruner == "none"),
-            "sweep.until=decided compares the settings of a grid, and does not work with a search; leave out "
-            "sweep=optuna, sweep.sampler and sweep.pruner, or leave out sweep.until",
+            "sweep.until=decided compares the settings of a grid, and does not work with a search; "
+            "leave out sweep=optuna, sweep.sampler and sweep.pruner, or leave out sweep.until",
         )
