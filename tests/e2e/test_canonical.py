@@ -1,5 +1,6 @@
-"""ddp.reduction=canonical: another number of ranks at every start, kills between, two hosts; one
-SHA-256 of model and optimizer.
+"""Check that with ddp.reduction=canonical, the number of ranks does not change the bits of a run.
+
+Every start has another number of ranks, kills end the starts, and one run uses two hosts.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def test_killed_between_other_numbers_of_ranks(case, tmp_path):
 
 
 def test_two_hosts_with_other_numbers_of_ranks(tmp_path):
-    """Over gloo between the hosts: two ranks on one, one on the other."""
+    """One host has two ranks and the other has one. They communicate over gloo."""
     settings = [*COMMON, "trainer.max_steps=12"]
     (tmp_path / "alone").mkdir()
     (tmp_path / "hosts").mkdir()

@@ -1,4 +1,4 @@
-"""Train on documents that end with a token of their own: exact after SIGKILL on several ranks."""
+"""Train on documents that end with an end token. SIGKILL on several ranks changes no bits."""
 
 from __future__ import annotations
 

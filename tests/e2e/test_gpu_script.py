@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.py --dry-run`: a typo must not cost time on a rented GPU."""
+"""Check `benchmarks/gpu.py --dry-run`, so that a typo does not cost time on a rented GPU."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_part_on_a_cpu(part, tmp_path):
 
 
 def test_a_later_call_goes_on(tmp_path):
-    """What was measured is kept, whichever parts a call names; --fresh measures all again."""
+    """A later call keeps earlier measurements, whichever parts it names. --fresh repeats them."""
     script = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--dry-run", "--out=out"]
 
     def run(*words: str) -> str:

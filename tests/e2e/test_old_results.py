@@ -1,4 +1,4 @@
-"""Edit the text or your own code between two starts: an old result is not taken for a new one."""
+"""Edit the text or a user's code between two starts. Old results must not pass for new ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FILE = "recipe/rate_of_mine.py"
 
 @pytest.fixture
 def project(tmp_path) -> Path:
-    """A working directory with a text, a schedule, and a file that the schedule imports."""
+    """Make a working directory with a text, a schedule, and a file that the schedule imports."""
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "mine.py").write_text(MINE)
     (tmp_path / FILE).write_text("RATE = 1.0\n")

@@ -1,5 +1,6 @@
-"""Output that cannot be written, of every command: a full disk, a reader that has ended, a closed
-stream.
+"""Check every command whose output cannot be written.
+
+The disk is full, the reader has ended, or the stream is closed.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def cwd(tmp_path_factory) -> Path:
-    """A directory with a sweep of two jobs."""
+    """Make a directory with a sweep of two jobs."""
     cwd = tmp_path_factory.mktemp("output")
     done = run([*python_main(), *SWEEP], cwd)
     assert done.returncode == 0, done.stderr
@@ -55,10 +56,12 @@ def cwd(tmp_path_factory) -> Path:
 
 
 def run(command: list[str], cwd: Path, **outputs: str) -> subprocess.CompletedProcess[str]:
-    """Run a command whose outputs are buffered, as a user's: forked, if it is one that takes long.
+    """Run a command with buffered outputs, as a user does. Slow commands are forked.
 
     Args:
-        outputs: stdout and stderr, as of `ForkServer.run`.
+        command: The command.
+        cwd: The working directory.
+        outputs: Other destinations of stdout and stderr, as in `ForkServer.run`.
     """
     env = environment(cwd, PYTHONPATH=str(ROOT), PYTHONUNBUFFERED="")
     if server := server_of(command, env):
@@ -107,7 +110,7 @@ def test_a_reader_that_has_ended_is_no_error(name, cwd):
 
 @pytest.mark.parametrize("parallel", ["1", "2"])
 def test_a_complete_sweep_whose_table_cannot_be_written(parallel, tmp_path):
-    """Its jobs are complete: they do not run again."""
+    """The jobs are complete, so they do not run again."""
     command = [*python_main(), *SWEEP, f"sweep.parallel={parallel}"]
     first = run(command, tmp_path, stdout=FULL_DISK)
     *_, summary, last = first.stderr.splitlines()

@@ -1,4 +1,7 @@
-"""Metrics of a user's task and model: averaged over micro-batches, steps and ranks, and logged."""
+"""Check that metrics of a user's task and model are averaged and logged.
+
+They are averaged over micro-batches, steps and ranks.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ SETTINGS = [
 
 
 def project(cwd: Path, name: str = "'correct'") -> Path:
-    """Write the page's task with metrics to a directory."""
+    """Write the task of docs/your-own-model.md to a directory, with metrics."""
     for file, content in page_files("my_task").items():
         changed = content.replace(LOSS, WITH_METRICS.format(name=name))
         changed = changed.replace(FORWARD, WITH_STEP_METRICS)
@@ -55,7 +58,7 @@ def project(cwd: Path, name: str = "'correct'") -> Path:
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """Return what training has measured, without what depends on a clock."""
+    """Return the measurements of training, without those that depend on a clock."""
     found = []
     for row in read_history(run).rows:
         if "train_loss" in row:
@@ -68,7 +71,10 @@ def train(cwd: Path, *overrides: str) -> Any:
 
 
 def test_metrics_are_the_same_on_any_number_of_ranks(tmp_path):
-    """With canonical reduction, to the last bit; they are in the log and in TensorBoard too."""
+    """With canonical reduction, they are the same to the last bit.
+
+    They are also in the log and in TensorBoard.
+    """
     found = {}
     for ranks in (1, 2, 3):
         cwd = project(tmp_path / str(ranks))
@@ -86,7 +92,7 @@ def test_metrics_are_the_same_on_any_number_of_ranks(tmp_path):
 
 
 def test_metrics_survive_a_kill(tmp_path):
-    """The sums of an interval of the log are in the snapshots."""
+    """Snapshots contain the sums of the current logging interval."""
     ranks = "ddp.nproc_per_node=2"
     whole, killed = project(tmp_path / "whole"), project(tmp_path / "killed")
     assert train(whole, ranks).returncode == 0
@@ -121,7 +127,10 @@ def test_a_metric_that_is_no_scalar_is_refused(tmp_path):
 
 
 def test_a_grid_is_judged_by_the_users_own_metric(tmp_path):
-    """Its table, its best job and later reports; another start may judge by another metric."""
+    """The metric decides the order of the table, the best job and later reports.
+
+    Another start may use another metric.
+    """
     cwd = project(tmp_path)
     grid = ["-m", "optimizer.lr=0.0001,0.05", "trainer.max_steps=8"]
     for metric, better, best in (
@@ -168,7 +177,7 @@ def test_a_search_may_maximize_a_metric_of_training(tmp_path):
 
 
 def test_metrics_that_are_no_numbers_are_saved_and_resumed(tmp_path):
-    """In the middle of an interval of the log, and at the end; as null in the records."""
+    """The run is saved in the middle of a logging interval and at the end. Records have null."""
     cwd = project(tmp_path)
     file = cwd / "my_task" / "mine.py"
     changed = file.read_text().replace("(correct,", "(correct * float('nan'),")

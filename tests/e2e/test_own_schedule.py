@@ -1,4 +1,4 @@
-"""A schedule of the learning rate from a user's file, and clipping by value."""
+"""Check a learning rate schedule from a user's file, with gradients clipped by value."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def train(cwd: Path, *overrides: str) -> Any:
 
 
 def test_the_rate_is_the_schedules_and_survives_a_kill(project):
-    """Weight decay in proportion to it; the log has the true rate."""
+    """Weight decay is in proportion to the rate, and the log shows the rate in effect."""
     more = [
         PERIOD,
         TWO_RANKS,
@@ -78,7 +78,7 @@ def test_the_rate_is_the_schedules_and_survives_a_kill(project):
 
 
 def test_a_run_goes_on_with_another_schedule(project):
-    """Its code need not be there any more."""
+    """The code of the first schedule is no longer needed."""
     done = train(project, PERIOD)
     assert done.returncode == 0, done.stdout
     words = [*TINY, "run.name=run", "optimizer.schedule=cosine", "trainer.max_steps=16"]

@@ -1,4 +1,4 @@
-"""`until=decided`: seeds are trained until a difference is decided; a decision stands."""
+"""Check `until=decided`: it trains seeds until a difference is decided, and a decision stands."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_killed_it_goes_on_trains_no_seed_twice_and_its_decision_stands(tmp_path
     said = compare(tmp_path)
     assert "lr=0.01 is better than lr=1e-7 by " in said
     assert f"sequential test after {n} paired seeds" in said and "until=decided" in said
-    # The results of the other setting are now the better ones, but what was decided stands.
+    # The results of the other setting are now better, but the decision stands.
     for path in sweep.glob("optimizer.lr=1e-07,*/result.json"):
         result = json.loads(path.read_text())
         path.write_text(json.dumps({**result, "val_loss": 0.5}))

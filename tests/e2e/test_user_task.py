@@ -1,4 +1,4 @@
-"""A user's task, dataset and model: the second example of docs/your-own-model.md."""
+"""Check the second example in docs/your-own-model.md: a user's task, dataset and model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SETTINGS = [
     "trainer.batch_size=250",
     "trainer.precision=fp32",
 ]
-# 16 steps an epoch
+# An epoch has 16 steps.
 SETTINGS += [
     "optimizer.warmup_steps=4",
     "trainer.log_every=1",
@@ -53,7 +53,7 @@ def trained(project) -> Path:
 
 
 def arguments(*more: str) -> list[str]:
-    """Return the arguments of the page's training command, with those of the tests."""
+    """Return the arguments of the page's training command and the arguments of the tests."""
     args = page_commands(1)[0]
     assert args[:3] == ["torchrun", "--nproc_per_node=2", "main.py"]
     return [*args[3:], *SETTINGS, *more]
@@ -139,7 +139,7 @@ class Autoencoder(Task):
 
 
 def test_several_losses_are_logged_each(tmp_path):
-    """Their sum is trained; without `metrics`, the evaluation has their means."""
+    """The run trains their sum. Without a `metrics` method, the evaluation reports their means."""
     preset = "name: autoencoder\ncode: several.py\n"
     write_files(tmp_path / "own", {"several.py": SEVERAL, "task/autoencoder.yaml": preset})
     args = [
