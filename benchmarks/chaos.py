@@ -77,7 +77,7 @@ def run(home: Path, server: SeaweedServer, faults: int, seed: int) -> dict[str, 
         f"step {chaos.checker.last_step}, last: {chaos.checker.cause}"
     )
     try:
-        survived = chaos.go(faults)
+        survived = chaos.inject_up_to(faults)
         log(f"training {survived.steps} steps without faults on one rank")
         sha256 = check_result(chaos, undisturbed(home / "undisturbed", survived.steps))
     finally:

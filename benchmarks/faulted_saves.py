@@ -158,10 +158,10 @@ def measure(server: int, bucket: str, saves: int, seed: int) -> dict[str, Any]:
         if generator.random() < 0.1:
             planned[0] = generator.choice(list(LASTING))
         proxy.rules = [rule(kind, generator) for kind in planned]
-        sent, begin = len(proxy.seen), time.monotonic()
+        sent, begin = len(proxy.request_lines), time.monotonic()
         committed = save(writing, number, contents)
         seconds.append(time.monotonic() - begin)
-        counts["requests sent again"] += sent_again(proxy.seen[sent:])
+        counts["requests sent again"] += sent_again(proxy.request_lines[sent:])
         for kind, planned_rule in zip(planned, proxy.rules, strict=True):
             faults[kind] += planned_rule.hits
         counts["saves that met a fault"] += any(planned_rule.hits for planned_rule in proxy.rules)

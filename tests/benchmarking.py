@@ -1,4 +1,4 @@
-"""Import the modules of benchmarks/, which is not a package, for a fixture."""
+"""Make the modules of benchmarks/, which is not a package, importable in a fixture."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""Train on an object store under random faults until a number of them is reached, and check the
-guarantees.
+"""Train on an object store while random faults occur, and check the guarantees.
 
-Faults of processes, disk and clock come one at a time, those of the store and the network at the
-same time from a thread. Kinds come from shuffled decks, so that each occurs. Every start has
-another number of ranks and one of two launchers; with ddp.reduction=canonical the run is to have
-the bits of an undisturbed one on one rank. The count is kept in a file, so that a run can be
-interrupted, even by SIGKILL, and goes on from there.
+Training goes on until a given number of faults has been injected. The main thread injects faults
+of processes, the disk and the clock, one at a time. Meanwhile another thread injects faults of the
+store and the network. The kinds of faults are drawn from shuffled decks, so that each one occurs.
+
+Every start draws a number of ranks and one of two launchers. Because of ddp.reduction=canonical,
+the run must still end with the same bits as an undisturbed run on one rank. The faults are counted
+in a file, so that this script can be interrupted, even by SIGKILL, and continue from there.
 """
 
 from __future__ import annotations
@@ -35,18 +36,20 @@ SETTINGS = [
     *TINY,
     "run.name=run",
     "model.dropout=0.1",
-    "optimizer.schedule=constant",  # independent of the number of steps, which is not known yet
+    # The number of steps is not known yet, so the schedule must not depend on it.
+    "optimizer.schedule=constant",
     "ddp.reduction=canonical",
     "ddp.timeout_s=10",  # a stopped worker is noticed after 8 s
     "trainer.micro_batch_size=2",
     "trainer.eval_every=500",
     "trainer.sample_every=null",
 ]
-MANY = 100_000_000  # steps: more than a run takes
+# More steps than any run takes.
+ENDLESS_STEPS = 100_000_000
 RANKS = (1, 2, 3)
 PATIENCE_S = 120.0  # seconds for an attempt to make progress, or for processes to exit
-# seconds in which a fault explains that a launch exited: ddp.timeout_s, and the 30 s after which
-# torchrun kills a stopped worker
+# A fault explains an exit for this many seconds. It covers ddp.timeout_s and the 30 s after which
+# torchrun kills a stopped worker.
 RECENT_S = 60.0
 FULL, READ_ONLY = "No space left on device", "Read-only file system"
 DAY = 86_400
@@ -54,14 +57,14 @@ DAY = 86_400
 
 @dataclass
 class Report:
-    """The faults of a run so far; its fields are JSON."""
+    """The faults of a run so far. All fields can be written as JSON."""
 
-    seconds: float = 0.0  # of faults, over all sessions
+    seconds: float = 0.0  # time spent on injecting faults, over all sessions
     sessions: int = 0  # starts of the script
     launches: int = 0  # starts of the run
-    steps: int = 0  # of the whole run, once it is complete
-    faults: dict[str, int] = field(default_factory=dict)  # by kind
-    ranks: dict[str, int] = field(default_factory=dict)  # launches by launcher and ranks
+    steps: int = 0  # length of the whole run; 0 until it is complete
+    faults: dict[str, int] = field(default_factory=dict)  # number of faults by kind
+    ranks: dict[str, int] = field(default_factory=dict)  # launches by launcher and rank count
     gave_up: int = 0  # launches that ended because the store was unavailable for too long
 
     @property
@@ -70,7 +73,7 @@ class Report:
 
 
 class Chaos:
-    """One run under injected faults, in a directory that is to be used again to go on."""
+    """One run under injected faults. To continue it later, use the same directory again."""
 
     def __init__(self, cwd: Path, server: SeaweedServer, bucket: str, seed: int) -> None:
         self.cwd, self.bucket = cwd, bucket
@@ -92,12 +95,12 @@ class Chaos:
             "PYTHONPATH": site,
             "TMPDIR": str(cwd / "t"),
         }
-        self.on_fault: Callable[[], None] = lambda: None  # is called after each
+        self.on_fault: Callable[[], None] = lambda: None  # called after each fault
         self.job: Job | None = None
         self._counting = threading.Lock()
         self._fault_at = 0.0  # time.monotonic() of the last fault that ends an attempt
 
-    # The count
+    # Counting
 
     def _load(self) -> None:
         if self.state.exists():
@@ -118,7 +121,7 @@ class Chaos:
     # Starts and ends
 
     def start(self, *more: str) -> None:
-        """Start the run with a launcher, ranks and restarts that are drawn anew."""
+        """Start the run with a newly drawn launcher, number of ranks and number of restarts."""
         shutil.rmtree(self.cwd / "t", ignore_errors=True)
         (self.cwd / "t").mkdir()
         if self.job is not None:
@@ -132,11 +135,15 @@ class Chaos:
         key = f"{launcher}, {ranks}"
         self.report.ranks[key] = self.report.ranks.get(key, 0) + 1
         self.report.launches += 1
-        settings = [*SETTINGS, f"snapshot.path=s3://{self.bucket}", f"trainer.max_steps={MANY}"]
+        settings = [
+            *SETTINGS,
+            f"snapshot.path=s3://{self.bucket}",
+            f"trainer.max_steps={ENDLESS_STEPS}",
+        ]
         self.job = Job([*command, *settings, *more], self.cwd, **self.environment)
 
     def workers(self) -> list[int]:
-        """Return the processes that train; a single one is its own parent."""
+        """Return the processes that train. A single one is also the launched process."""
         assert self.job is not None
         return self.job.workers() or [self.job.process.pid]
 
@@ -163,12 +170,12 @@ class Chaos:
         """Check that a fault explains why a launch exited.
 
         Raises:
-            InvariantError: none does.
+            InvariantError: No recent fault explains the exit.
         """
         text = job.text()
         if re.search(rf"^(?:\S+ error: )?{UNAVAILABLE}.*", text, flags=re.MULTILINE):
             self.report.gave_up += 1
-            self._ends("the store was away for too long")
+            self._note_end("the store was away for too long")
             return
         is_explained = time.monotonic() < self._fault_at + RECENT_S
         if not is_explained or re.search(r"error: rank \d+: |ImportError", text):
@@ -176,13 +183,13 @@ class Chaos:
                 f"after '{self.checker.cause}': exit code {job.process.returncode}\n{text[-5000:]}"
             )
 
-    def _ends(self, kind: str) -> None:
-        """Note that an attempt ends now, and why."""
+    def _note_end(self, kind: str) -> None:
+        """Record that an attempt ends now, and the fault that ends it."""
         self.checker.read(self.run / "main.rank0.log")
         self.checker.cause, self._fault_at = kind, time.monotonic()
 
     def _wait_for_exit(self) -> None:
-        """Wait until all processes of the run have ended, orphans too."""
+        """Wait until all processes of the run have ended, including orphans."""
         assert self.job is not None
         deadline = time.monotonic() + PATIENCE_S
         while running := processes_in(self.cwd):
@@ -196,7 +203,7 @@ class Chaos:
         self.job.process.wait()
 
     def kill(self) -> None:
-        """Kill all processes of the run, those of an earlier session too."""
+        """Kill all processes of the run, including any that an earlier session left."""
         while running := processes_in(self.cwd):
             send(running, signal.SIGKILL)
             if self.job is not None:
@@ -205,7 +212,7 @@ class Chaos:
     # Faults
 
     def kinds(self, has_disk: bool) -> dict[str, int]:
-        """Return how often each kind occurs in a round of the deck."""
+        """Return how often each kind of fault occurs in a round of the deck."""
         machine = {"disk full": 2, "start on a full disk": 1, "start on a read-only disk": 1}
         return {
             "worker killed": 4,
@@ -223,7 +230,7 @@ class Chaos:
         }
 
     def inject(self, kind: str) -> None:
-        """Inject one fault; return when what it ends has ended."""
+        """Inject one fault. If it ends processes, wait until they have ended."""
         assert self.job is not None
         pids, workers = self._all_pids(), self.workers()
         worker = self.generator.choice(workers)
@@ -251,11 +258,11 @@ class Chaos:
         time.sleep(self.generator.uniform(0.1, 1.5))
 
     def _end(self, kind: str, worker: int) -> None:
-        """Kill or stop some processes, and wait until all have ended or have been restarted."""
+        """Kill or stop some processes, and wait until the run has ended or has been restarted."""
         assert self.job is not None
         parent, pids = self.job.process.pid, self._all_pids()
         attempts = self.checker.attempts
-        self._ends(kind)
+        self._note_end(kind)
         if kind == "all stopped, then killed":
             self._stop(pids)
         victims = {"worker killed": [worker], "parent killed": [parent]}
@@ -270,25 +277,26 @@ class Chaos:
     def _preempt(self, kind: str, worker: int) -> None:
         assert self.job is not None
         with self.store.lock:  # a graceful exit needs the store
-            self._ends(kind)
+            self._note_end(kind)
             send([self.job.process.pid if kind == "SIGTERM" else worker], signal.Signals[kind])
             self._wait_for_exit()
 
     def _fill_disk(self) -> None:
-        """Fill the disk while the run trains; then kill it, because its history has a gap."""
+        """Fill the disk while the run trains. Then kill the run, because its history has a gap."""
         self.checker.read(self.run / "main.rank0.log")
         self.checker.disk_is_full()
         self.disk.fill()
         time.sleep(self.generator.uniform(0.2, 2))
-        self._ends("disk full")
+        self._note_end("disk full")
         self.kill()
         self.checker.read(self.run / "main.rank0.log")
-        self.checker.disk_is_full()  # also of an attempt that has begun since then
+        # A new attempt, which found the disk full as well, may have begun since the first call.
+        self.checker.disk_is_full()
         self.disk.free()
 
     def _start_on(self, kind: str) -> None:
-        """Start the run on a disk that nobody can write to: it must be refused."""
-        self._ends(kind)
+        """Start the run on a disk that nobody can write to, and check that it refuses to start."""
+        self._note_end(kind)
         self.kill()
         is_full = kind == "start on a full disk"
         if is_full:
@@ -309,11 +317,11 @@ class Chaos:
 
     # The whole run
 
-    def go(self, faults: int) -> Report:
-        """Inject faults until this number is reached, over all sessions; let the run complete.
+    def inject_up_to(self, faults: int) -> Report:
+        """Inject faults up to this total over all sessions, then let the run complete.
 
         Raises:
-            InvariantError: a guarantee was violated.
+            InvariantError: A guarantee was violated.
         """
         self.kill()
         has_disk = self.disk.mount()
@@ -321,7 +329,7 @@ class Chaos:
         begin = time.monotonic() - self.report.seconds
         kinds = deck(self.generator, self.kinds(has_disk))
         try:
-            self._ends(self.checker.cause)
+            self._note_end(self.checker.cause)
             self.start()
             self.wait_for_steps()
             self.store.start()
@@ -344,13 +352,14 @@ class Chaos:
         return self.report
 
     def wait_for_steps(self) -> None:
-        """Wait until the run has trained some more steps."""
-        self.checker.read(self.run / "main.rank0.log")  # all of the attempt before
+        """Wait until the run has trained a few more steps."""
+        # Read all that the previous attempt logged.
+        self.checker.read(self.run / "main.rank0.log")
         wanted = self.checker.logged + self.generator.randint(1, 40)
         self.until(lambda: self.checker.logged >= wanted, "more steps")
 
     def finish(self) -> None:
-        """Preempt the run, and let it complete after a few more steps, with the right time."""
+        """Preempt the run, set the clock right, and let the run complete after a few more steps."""
         assert self.job is not None
         self.wait_for_steps()
         self._preempt("SIGTERM", 0)

@@ -1,4 +1,4 @@
-"""Check the guarantees of a run that is killed again and again, from rank zero's growing log."""
+"""Check the guarantees of a run that is killed repeatedly, by reading rank zero's growing log."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ class InvariantError(AssertionError):
 
 
 def parse(text: str) -> list[tuple[str, int]]:
-    """Return the kinds and steps of a line: several, if a full disk has cut off the end of one."""
+    """Return the kind and step of each record in a line of the log.
+
+    There are several if a full disk has cut off the end of a line, so that the next one follows it.
+    """
     found = []
     for message in re.split(HEAD, text)[1:]:
         for kind, pattern in KINDS.items():
@@ -36,34 +39,35 @@ def parse(text: str) -> list[tuple[str, int]]:
 
 @dataclass
 class LogChecker:
-    """What the log has shown up to `offset`; its fields are JSON.
+    """Reads the log and keeps its state up to `offset`. All fields can be written as JSON.
 
-    A disk that is full loses lines of the log and of the history. The steps that may be missing
-    are those from the last snapshot before it was full to the one that the next attempt resumes
-    from.
+    While the disk is full, lines of the log and of the history are lost. The steps that may be
+    missing lie between the last snapshot before the disk was full and the snapshot that the next
+    attempt resumes from.
     """
 
     offset: int = 0  # bytes of the log that were read
-    attempts: int = 0  # that wrote to the log
-    attempt_steps: int = 0  # logged by the current attempt
-    logged: int = 0  # lines of steps, over all attempts
+    attempts: int = 0  # attempts that wrote to the log
+    attempt_steps: int = 0  # steps logged by the current attempt
+    logged: int = 0  # lines that log a step, over all attempts
     resumed: int = 0  # step that the current attempt resumed from
     last_step: int = 0
     committed: int = 0  # step of the newest committed snapshot
     commits: int = 0
-    failed_saves: int = 0  # after which training continued
+    failed_saves: int = 0  # saves that failed while training continued
     last_kind: str = ""
-    cause: str = ""  # the last fault that was to end an attempt
-    cause_of_attempt: str = ""  # why the attempt before the current one ended
+    cause: str = ""  # the last fault that was meant to end an attempt
+    cause_of_attempt: str = ""  # the fault that ended the previous attempt
     full_since: int | None = None  # newest committed step when the disk became full
     unlogged: list[list[int]] = field(default_factory=list)  # first and last step of each gap
-    lost: dict[str, list[int]] = field(default_factory=dict)  # steps trained again, by cause
+    # For each kind of fault: how many steps each restart had to train again.
+    lost: dict[str, list[int]] = field(default_factory=dict)
 
     def read(self, path: Path) -> None:
-        """Read the complete lines that are new in the log.
+        """Read and check the complete lines that were added to the log since the last call.
 
         Raises:
-            InvariantError: a guarantee was violated.
+            InvariantError: A guarantee was violated.
         """
         with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
             file.seek(self.offset)
@@ -72,14 +76,14 @@ class LogChecker:
             self.offset += len(content)
             for text in content.decode(errors="replace").splitlines():
                 for kind, step in parse(text):
-                    self.take(kind, step)
+                    self.check_record(kind, step)
 
     def disk_is_full(self) -> None:
         if self.full_since is None:
             self.full_since = self.committed
 
-    def take(self, kind: str, step: int) -> None:
-        """Check a line against those before."""
+    def check_record(self, kind: str, step: int) -> None:
+        """Check one record against the records before it."""
         if kind == "begin":
             self.attempts += 1
             self.attempt_steps, self.resumed = 0, 0

@@ -1,4 +1,4 @@
-"""Faults of the machine below a run: its disk and its clock."""
+"""Inject faults of the machine that a run uses: its disk and its clock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ time.time_ns = lambda: _time_ns() + _offset() * 10**9
 class Disk:
     """An ext4 file system in a file, mounted on a directory.
 
-    It stays mounted, with what is in it, when this process is killed.
+    It stays mounted and keeps its files when this process is killed.
     """
 
     def __init__(self, image: Path, path: Path) -> None:
@@ -35,7 +35,7 @@ class Disk:
         self._ballast = path / "ballast"
 
     def mount(self) -> bool:
-        """Mount the disk, writable and with free space; return False where nobody can."""
+        """Mount the disk, writable and with free space. Return False if this user may not do so."""
         self.path.mkdir(exist_ok=True)
         if not self.path.is_mount():
             if not self.image.exists() and not self._make():
@@ -59,12 +59,12 @@ class Disk:
             _retry("umount", str(self.path))
 
     def set_writable(self, is_writable: bool) -> None:
-        """Remount the disk; no file may be open for writing if it becomes read-only."""
+        """Remount the disk. To make it read-only, no file on it may be open for writing."""
         option = f"remount,{'rw' if is_writable else 'ro'}"
         _retry("mount", "-o", option, str(self.path))
 
     def fill(self) -> None:
-        """Take all free space."""
+        """Write a file that takes all the free space."""
         with open(self._ballast, "ab") as file:
             end, size = 0, SIZE
             while size >= 1024:
@@ -79,7 +79,10 @@ class Disk:
 
 
 def _retry(*command: str) -> None:
-    """Call a command that fails while the threads of a killed process have yet to close files."""
+    """Repeat a command until it succeeds.
+
+    It fails while the threads of a killed process have not closed their files yet.
+    """
     end = time.monotonic() + CLOSING_S
     while not _succeeds(*command):
         if time.monotonic() > end:
@@ -95,10 +98,9 @@ def _succeeds(*command: str) -> bool:
 
 
 class Clock:
-    """What `time.time` returns in the processes of a run, which jumps at any moment.
+    """A clock for the processes of a run that can jump at any moment: it replaces `time.time`.
 
-    Time stamps that no Python code reads with it, as those of files, do not jump; nor do those
-    that botocore signs requests with.
+    Other time stamps do not jump: those of files, and those with which botocore signs requests.
     """
 
     def __init__(self, path: Path) -> None:
@@ -106,11 +108,11 @@ class Clock:
         self.set(0)
 
     def source(self) -> str:
-        """Return the code of a sitecustomize module."""
+        """Return code for a sitecustomize module, which replaces the clock of a process."""
         return CLOCK.format(path=str(self._path))
 
     def set(self, offset_s: int) -> None:
-        """Set the clock of all processes at once to this many seconds after the right time."""
+        """Set the clock of all processes to this many seconds after the right time."""
         new = self._path.with_suffix(".new")
         new.write_text(str(offset_s))
         os.replace(new, self._path)

@@ -1,4 +1,4 @@
-"""Compare the end of a run under random faults with that of an undisturbed one."""
+"""Compare the result of a run under random faults with the result of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ from mingpt_ddp.snapshots.write.store import SnapshotStore
 
 
 def undisturbed(cwd: Path, steps: int) -> Path:
-    """Train the same run on a local disk, on one rank, without faults; return its directory."""
-    shutil.rmtree(cwd, ignore_errors=True)  # an interrupted one
+    """Train the same run on a local disk, on one rank and without faults.
+
+    Returns:
+        The run directory.
+    """
+    # An interrupted call may have left a partial run.
+    shutil.rmtree(cwd, ignore_errors=True)
     cwd.mkdir()
     settings = [*SETTINGS, f"trainer.max_steps={steps}", "snapshot.every_steps=null"]
     job = Job([*python_main(), *settings], cwd)
@@ -28,17 +33,19 @@ def undisturbed(cwd: Path, steps: int) -> Path:
 
 
 def check_result(chaos: Chaos, reference: Path) -> str:
-    """Compare a complete run with the undisturbed one: all tensors of model and optimizer, every
-    loss and gradient norm that was logged; TensorBoard shows each step once; all snapshots are
-    whole.
+    """Compare a complete run with the undisturbed one.
 
-    The credentials of the store are in `os.environ`.
+    Both must have the same tensors of the model and the optimizer, and the same losses and
+    gradient norms in their histories. TensorBoard must show each step once, and all snapshots
+    must be whole.
+
+    The credentials of the store must be in `os.environ`.
 
     Returns:
         The SHA-256 of the model's tensors.
 
     Raises:
-        InvariantError: they differ.
+        InvariantError: The runs differ, or a snapshot is damaged.
     """
     found, expected = tensor_digests(chaos.url), tensor_digests(str(reference))
     rows, undisturbed_rows = (
@@ -58,7 +65,7 @@ def check_result(chaos: Chaos, reference: Path) -> str:
 
 
 def check_steps(name: str, steps: list[int], chaos: Chaos) -> None:
-    """Check that a history has each step once, but for those that a full disk has lost."""
+    """Check that a history has each step once, except for steps that a full disk has lost."""
     every = set(range(1, chaos.report.steps + 1))
     twice = sorted(step for step, times in Counter(steps).items() if times > 1)
     if twice:
@@ -69,7 +76,10 @@ def check_steps(name: str, steps: list[int], chaos: Chaos) -> None:
 
 
 def agree(row: dict, reference: dict) -> bool:
-    """Compare losses and gradient norms of a step; one run may have evaluated where it ended."""
+    """Compare the losses and gradient norms of a step.
+
+    Only the keys that both rows have are compared: a run also evaluates at the step where it ends.
+    """
     return all(
         row[key] == reference[key]
         for key in row.keys() & reference.keys()
@@ -78,7 +88,7 @@ def agree(row: dict, reference: dict) -> bool:
 
 
 def logged_steps(run: Path, rank: int) -> list[int]:
-    """Return the steps of the loss curve of a rank, as TensorBoard reads them."""
+    """Return the steps of a rank's loss curve as TensorBoard reads them."""
     directory = run / "tensorboard" / f"rank{rank}"
     events = EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
     return [event.step for event in events.Scalars("train/loss")]

@@ -1,4 +1,4 @@
-"""Faults of an S3 server and of the network in front of it, at random moments, from a thread."""
+"""Inject faults of an S3 server and of its network at random moments, from a thread."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ KINDS = {
     "answers lost": 2,
     "answers late": 1,
 }
-# The kernel kills the server when the thread that started it ends: this one does not end.
+# The kernel kills the server when the thread that started it ends, so this thread must not end.
 server_thread = ThreadPoolExecutor(1, "starter")
 
 
 def deck(generator: random.Random, kinds: dict[str, int]) -> Iterator[str]:
-    """Yield kinds forever, in shuffled rounds: a round has every kind as often as its count."""
+    """Yield kinds forever, in shuffled rounds. A round has each kind as often as `kinds` says."""
     while True:
         shuffled = [kind for kind, count in kinds.items() for _ in range(count)]
         generator.shuffle(shuffled)
@@ -31,17 +31,18 @@ def deck(generator: random.Random, kinds: dict[str, int]) -> Iterator[str]:
 
 
 class StoreFaults:
-    """A thread that injects one fault after the other until `stop`."""
+    """A thread that injects one fault after another until `stop` is called."""
 
     def __init__(self, server: SeaweedServer, seed: str, count: Callable[[str], None]) -> None:
         """
         Args:
-            count: is called with the kind of each fault.
+            count: Called with the kind of each fault.
         """
         self.server, self.count = server, count
         self.generator = random.Random(f"store {seed}")
         self.proxy = FaultProxy(server.port, self.generator.getrandbits(32))
-        self.lock = threading.Lock()  # while it is held, the server is not killed
+        # The server is not killed while this lock is held.
+        self.lock = threading.Lock()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._inject, daemon=True)
 
@@ -49,7 +50,7 @@ class StoreFaults:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the current fault and let the store be well."""
+        """End the current fault, and inject no more of them."""
         self._stopped.set()
         if self._thread.ident is not None:
             self._thread.join()

@@ -1,7 +1,4 @@
-"""Settings of all tests.
-
-Small tensors are fastest on one thread; torch reads the variable only when it is loaded.
-"""
+"""Settings and fixtures for all tests."""
 
 import atexit
 import logging
@@ -15,24 +12,27 @@ import pytest
 from forked import fit_for_tests
 from launching import Job
 
+# Small tensors are fastest on one thread. Torch reads this variable only when it is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# a shell's background job, whose children would ignore it too
+# A shell's background job ignores SIGINT, and a job under nohup ignores SIGHUP. The processes that
+# the tests start would inherit this.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # the same after nohup
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-if "ATEN_CPU_CAPABILITY" in os.environ:  # the keys of torch's cache of compiled graphs lack it
+# The cache keys of torch's compiled graphs do not contain this variable.
+if "ATEN_CPU_CAPABILITY" in os.environ:
     directory = (
         f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}_{os.environ['ATEN_CPU_CAPABILITY']}"
     )
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", directory)
-# The runs of the tests share one cache of encoded texts, which is not the user's.
+# All runs of the tests share one cache of encoded texts, and leave the user's cache alone.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="tests-cache-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
-# With the unit tests, what `make test` runs: one case of each promise, through commands and files,
-# and steps on the fake GPU.
+# The tests that `make test` runs: the unit tests, one case of each promise through commands and
+# files, and steps on the fake GPU.
 CORE = (
     "tests/contract/test_commands.py::test_bad_input[model.n_embd=64",
     "tests/contract/test_commands.py::test_bad_input_under_torchrun",
@@ -47,9 +47,9 @@ CORE = (
 )
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+@pytest.hookimpl(tryfirst=True)  # the marks must be set before `-m` selects tests
 def pytest_collection_modifyitems(config, items):
-    """Mark what CORE names; skip what needs heavy tools or much time, unless `-m` asks for it."""
+    """Mark the tests in CORE. Skip integration and slow tests unless `-m` asks for them."""
     for item in items:
         if item.nodeid.startswith(CORE):
             item.add_marker("core")
@@ -66,7 +66,7 @@ def fitted():
 
 @pytest.fixture(autouse=True)
 def only_built_in():
-    """Forget what the code of an example has registered in this process."""
+    """Remove what the code of an example has registered in this process."""
     yield
     if builders := sys.modules.get("mingpt_ddp.config.builders"):
         builders.run_code({}, [])
@@ -74,7 +74,7 @@ def only_built_in():
 
 @pytest.fixture(autouse=True)
 def propagate_logs():
-    """Let caplog see the package's log lines, also after a command that ran in this process."""
+    """Let caplog see the package's log lines, even after a command has run in this process."""
     logging.getLogger("mingpt_ddp").propagate = True
 
 
@@ -90,8 +90,9 @@ def kill_leftover_jobs():
 
 @pytest.fixture
 def log_lines():
-    """The log lines of the package, each with its level and once, whatever a test before did to its
-    loggers.
+    """Collect the log lines of the package, each once and with its level.
+
+    The lines do not depend on what an earlier test did to the package's loggers.
     """
     found: list[str] = []
     handler = logging.Handler(logging.INFO)
@@ -107,7 +108,7 @@ def log_lines():
 
 @pytest.fixture
 def one_thread():
-    """More threads only slow down small models."""
+    """Run torch on one thread. More threads only slow down small models."""
     import torch
 
     before = torch.get_num_threads()
@@ -118,7 +119,7 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def seaweed(tmp_path_factory):
-    """A SeaweedFS server, shared by all tests: a test that kills it starts it again."""
+    """Start a SeaweedFS server for all tests. A test that kills it must start it again."""
     pytest.importorskip("s3fs")
     from s3_server import SeaweedServer, weed
 

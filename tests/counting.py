@@ -1,12 +1,11 @@
-"""Count the messages and bytes of the package's protocols, per rank, on any number of ranks.
+"""Count the messages and bytes that each rank sends in the package's protocols, for any rank count.
 
 All ranks are threads of this process that take turns (`turns.py`). They share a key-value store and
-collectives that stand in for torch's, behind torch's own interfaces, so that the code under test is
-the package's.
+collectives that replace torch's behind the same interfaces, so that the package's own code runs.
 
-`counting_store.py` says what is counted of the store. Collectives send what those of gloo send:
-all_gather goes round a ring, broadcast down a binomial tree, gather to its root directly,
-all_reduce twice round a ring in chunks.
+`counting_store.py` describes how requests to the store are counted. Collectives are counted as gloo
+sends them: all_gather goes round a ring, broadcast down a binomial tree, gather directly to its
+root, and all_reduce goes twice round a ring in chunks.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from counting_store import Count, CountingStore
 from torch import Tensor
 from turns import Turns
 
-TICKS = 4  # of the watchdog in a second
+TICKS = 4  # rounds of the watchdog in a second
 COMBINE: dict[Any, Callable[..., Tensor]] = {
     dist.ReduceOp.SUM: torch.sum,
     dist.ReduceOp.MAX: torch.amax,
     dist.ReduceOp.MIN: torch.amin,
 }
-# Modules that ask the store, with a clock and threads of their own; one that is gone is left out.
+# Modules that use the store, and whose clock and threads are replaced. Missing ones are left out.
 PATCHED = (
     "mingpt_ddp.distributed.group.rendezvous",
     "mingpt_ddp.distributed.watchdog",
@@ -45,16 +44,16 @@ PATCHED = (
 
 
 class Group:
-    """A process group of all ranks."""
+    """A process group that contains all ranks."""
 
     def __init__(self, network: Network, kind: str) -> None:
         self._network = network
         self._kind = kind
-        self._numbers: Counter[int] = Counter()  # by rank: how many collectives it has begun
+        self._numbers: Counter[int] = Counter()  # collectives begun, by rank
         self._meetings: dict[int, dict[int, Any]] = defaultdict(dict)
 
     def exchange(self, value: Any) -> Callable[[], dict[int, Any]]:
-        """Begin a collective; the returned function waits for the values of all ranks."""
+        """Begin a collective. Return a function that waits for the values of all ranks."""
         turns = self._network.turns
         rank = turns.rank
         number = self._numbers[rank]
@@ -63,7 +62,7 @@ class Group:
         meeting[rank] = value
         topic = (self._kind, number)
         if len(meeting) == self._network.world_size:
-            del self._meetings[number]  # each rank that waits holds it
+            del self._meetings[number]  # the ranks that still wait have their own reference
             turns.notify(topic)
 
         def wait() -> dict[int, Any]:
@@ -75,7 +74,7 @@ class Group:
 
 
 class Network:
-    """The store and the collectives of `world_size` ranks, and what each rank sent and received."""
+    """The store and the collectives of `world_size` ranks, with a count of each rank's traffic."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -90,16 +89,16 @@ class Network:
         for count in self.of_store:
             self.stores.append(CountingStore(self._values, self.turns, count))
         self._world = Group(self, "world")
-        self._groups: dict[int, Group] = {}  # by how many new_group calls came before
-        self._new_groups: Counter[int] = Counter()  # by rank
-        self.held: dict[int, HeldThread] = {}  # by rank: its watchdog
+        self._groups: dict[int, Group] = {}  # by the number of earlier new_group calls
+        self._new_groups: Counter[int] = Counter()  # calls of new_group, by rank
+        self.held: dict[int, HeldThread] = {}  # watchdog threads, by rank
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
-        """Call `work` with each rank in a thread of its own; return the results by rank."""
+        """Call `work` with each rank in a thread of its own. Return the results by rank."""
         return self.turns.run([partial(work, rank) for rank in range(self.world_size)])
 
     def take_counts(self) -> list[Count]:
-        """Return what each rank has sent and received since the last call."""
+        """Return the traffic of each rank since the last call."""
         taken = []
         for store, collectives in zip(self.of_store, self.of_collectives, strict=True):
             messages = store.messages + collectives.messages
@@ -109,7 +108,7 @@ class Network:
                 count.__init__()  # type: ignore[misc]  # the stores hold it
         return taken
 
-    # What replaces the functions of torch.distributed, with their arguments.
+    # Replacements for functions of torch.distributed, with the same arguments.
 
     def _begin(
         self, group: Any, value: Any, finish: Callable[[dict[int, Any]], None], is_async: bool
@@ -253,12 +252,12 @@ class Network:
         return dist.PrefixStore(f"mingpt_ddp/{job}", self.stores[env.rank])
 
     def _machine(self) -> list[str]:
-        """Give each rank a machine of its own: shared memory between threads counts nothing."""
+        """Give each rank its own machine, since traffic through shared memory is not counted."""
         return [f"node{self.turns.rank:05}", "5f" * 18, "net:[4026531840]"]
 
 
 class InlineThread:
-    """A thread that runs in the one that starts it, so that it belongs to the same rank."""
+    """A thread that runs inside the thread that starts it, and so belongs to the same rank."""
 
     def __init__(self, *, target: Callable[..., Any], args: Sequence[Any] = (), **_: Any) -> None:
         self._work = partial(target, *args)
@@ -267,11 +266,11 @@ class InlineThread:
         self._work()
 
     def join(self, timeout: float | None = None) -> None:
-        """It has ended."""
+        """Do nothing: `start` returns only once the thread has ended."""
 
 
 class HeldThread(InlineThread):
-    """The thread of a watchdog, which runs when the ranks play it."""
+    """The thread of a watchdog. It runs when the rank calls `play`."""
 
     def __init__(self, network: Network, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -285,7 +284,7 @@ class HeldThread(InlineThread):
 
 
 class Ticks:
-    """A threading.Event that is set after TICKS waits, by the clock of the ranks."""
+    """A threading.Event that waits by the clock of the ranks, and is set after TICKS waits."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
@@ -304,19 +303,20 @@ class Ticks:
 
 
 def children(place: int, world_size: int) -> int:
-    """Return how many ranks one sends to in a binomial tree.
+    """Return the number of ranks to which a rank sends in a binomial tree.
 
-    In round i, those at places below 2**i send to the one 2**i further.
+    In round i, each rank at a place below 2**i sends to the rank that is 2**i places further.
 
     Args:
-        place: from the root.
+        place: Distance of the rank from the root.
+        world_size: Number of ranks in the tree.
     """
     rounds = range(place.bit_length(), world_size.bit_length())
     return sum(place + (1 << number) < world_size for number in rounds)
 
 
 def modules(names: Sequence[str]) -> list[ModuleType]:
-    """Import those of the modules that exist."""
+    """Import the modules with these names, and skip the ones that do not exist."""
     found = []
     for name in names:
         with contextlib.suppress(ModuleNotFoundError):

@@ -1,8 +1,9 @@
-"""A key-value store for ranks that are threads, which counts what each of them sends and receives.
+"""A key-value store for ranks that are threads. It counts the traffic of each rank.
 
-A request and its response are one message each, with the bytes of torch's TCPStore: a byte of the
-query's type, 8 bytes of length before every key, value and list, keys with "/" in front; `get` and
-`multi_get` first ask to wait for their keys; `set` has no response. Headers of TCP are not counted.
+A request and its response are one message each, with the bytes that torch's TCPStore sends: one
+byte for the type of query, and 8 bytes of length before every key, value and list. Each key begins
+with "/". `get` and `multi_get` first ask to wait for their keys, and `set` has no response. TCP
+headers are not counted.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from typing import Any
 import torch.distributed as dist
 from turns import Turns
 
-ROUND_TRIP_S = 0.0001  # of a request to the store, on a network of a cluster
+ROUND_TRIP_S = 0.0001  # duration of a request to the store on the network of a cluster
 TIMEOUT = timedelta(seconds=300)  # torch's default
 LENGTH = 8  # bytes of a length or a number
-PREFIX = 1  # the "/" before a key
+PREFIX = 1  # bytes of the "/" before a key
 
 
 @dataclass
 class Count:
-    """What a rank sent and received."""
+    """The traffic of a rank: the messages and bytes that it sent and received."""
 
     messages: int = 0
     sent: int = 0  # bytes
@@ -44,16 +45,18 @@ class Count:
 
 
 class CountingStore(dist.Store):
-    """A rank's client of the key-value store of all ranks.
+    """A rank's client of the key-value store that all ranks share.
 
-    PrefixStore accepts it: its methods have the names and values that torch's C++ asks for.
+    Its methods have the names and return values that torch's C++ code expects, so that PrefixStore
+    accepts it.
     """
 
     def __init__(self, values: dict[str, bytes], turns: Turns, count: Count) -> None:
         """
         Args:
-            values: of all ranks, by key.
-            count: of this rank.
+            values: The content of the store, which all ranks share.
+            turns: The clock of the ranks.
+            count: Traffic of this rank, which each request increases.
         """
         super().__init__()
         self._values = values
@@ -130,7 +133,7 @@ class CountingStore(dist.Store):
         self._ask(0, LENGTH)
         return len(self._values)
 
-    # the names by which C++ calls the last two
+    # C++ calls these two methods by other names.
     deleteKey = delete_key
     getNumKeys = num_keys
 

@@ -1,4 +1,4 @@
-"""The files in examples/, and the command in the first lines of each."""
+"""Find the files in examples/, and the command in the docstring of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def command_of(example: Path) -> str:
-    """Return the first indented block of a docstring."""
+    """Return the command of an example: the first indented block of its docstring."""
     docstring = ast.get_docstring(ast.parse(example.read_text())) or ""
     block = re.search(r"(?:^ {4}.*\n)+", docstring, re.MULTILINE)
     assert block is not None, f"{example} has no command"
@@ -24,7 +24,7 @@ def command_of(example: Path) -> str:
 
 
 def run_in_shell(command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command of an example as it is printed, in a directory that looks like a checkout.
+    """Run the printed command of an example in a directory that looks like a checkout.
 
     Standard output and error are both in `stdout`.
     """

@@ -1,4 +1,4 @@
-"""The example of a model that places its own layers, for tests that look inside."""
+"""Load the example of a model that places its own layers, for tests of its internals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def with_example(config: Config) -> Config:
 
 @contextmanager
 def placed_on(devices: list[torch.device]) -> Iterator[None]:
-    """Let the example place itself on these devices, instead of the GPUs of its rank."""
+    """Let the example place its layers on these devices instead of the GPUs of its rank."""
     module = sys.modules[BUILDERS["model"]["model_parallel"].__module__]
     with mock.patch.object(module, "gpus_of_rank", lambda first: devices):
         yield

@@ -1,4 +1,4 @@
-"""Fake run directories with the files of a real run, written without training."""
+"""Write directories that look like finished runs, without training."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def fake_run(
     """Write a run whose loss falls from 4.5 to `val_loss` in `steps` steps.
 
     Args:
-        values: configuration values that differ from CONFIG, by dotted key.
-        status: None for a run without a result.json.
-        val_loss: None for a run without metrics.
-        bits_per_byte: the last; None for a run that has not measured it.
-        minutes: of training, as a run with trainer.max_minutes records them.
+        values: Configuration values that differ from CONFIG, by dotted key.
+        status: Status in result.json. None for a run without this file.
+        val_loss: Last validation loss. None for a run without metrics.
+        bits_per_byte: Last bits per byte. None for a run that has not measured them.
+        minutes: Training time, as a run with trainer.max_minutes records it.
     """
     config = {group: dict(keys) for group, keys in CONFIG.items()}
     for key, value in (values or {}).items():

@@ -1,6 +1,4 @@
-"""A proxy in front of an HTTP server that injects faults: error statuses, resets, stalls,
-delays.
-"""
+"""A proxy for an HTTP server that injects faults: error statuses, resets, stalls and delays."""
 
 from __future__ import annotations
 
@@ -13,8 +11,8 @@ import threading
 from dataclasses import dataclass
 from enum import Enum
 
-CODES = {403: "AccessDenied", 500: "InternalError", 503: "SlowDown"}  # as S3 calls them
-FOREVER = 3600.0  # seconds: longer than any test
+CODES = {403: "AccessDenied", 500: "InternalError", 503: "SlowDown"}  # error codes of S3
+FOREVER = 3600.0  # seconds; longer than any test takes
 
 
 class Fault(Enum):
@@ -30,26 +28,24 @@ class Fault(Enum):
 
 @dataclass
 class Rule:
-    """What happens to requests whose first line, such as `PUT /bucket/key HTTP/1.1`, contains
-    `match`.
-    """
+    """A fault for each request whose first line matches, such as `PUT /bucket/key HTTP/1.1`."""
 
     match: str  # a regular expression
     fault: Fault
-    times: float = 1  # how often at most
+    times: float = 1  # number of requests that get the fault, at most
     probability: float = 1.0
     status: int = 503
-    after: int = 0  # bytes
+    after: int = 0  # bytes that are forwarded before the fault
     seconds: float = FOREVER
     hits: int = 0
 
 
 class ConnectionCut(Exception):
-    """The connection is to be cut here."""
+    """Raised to cut the connection at this point."""
 
 
 class Header:
-    """The header of a request or response."""
+    """The header of an HTTP request or response."""
 
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
@@ -64,18 +60,21 @@ class Header:
 
     @property
     def expects_continue(self) -> bool:
-        """The client waits for 100 Continue before it sends its content."""
+        """True if the client waits for 100 Continue before it sends its content."""
         return "expect" in self.fields
 
 
 class FaultProxy:
-    """Forward to a local port, from a thread; `rules` and `down` may be changed at any time."""
+    """Forward requests to a local port, from a thread.
+
+    `rules` and `down` may be changed at any time.
+    """
 
     def __init__(self, upstream: int, seed: int = 0) -> None:
         self.upstream = upstream
         self.rules: list[Rule] = []
-        self.down = False  # resets every connection
-        self.seen: list[str] = []  # the first lines of all requests
+        self.down = False  # True resets every connection
+        self.request_lines: list[str] = []  # the first line of each request
         self.generator = random.Random(seed)
         self.loop = asyncio.new_event_loop()
         ready = threading.Event()
@@ -126,13 +125,14 @@ class FaultProxy:
         return None
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve a client connection: one request at a time, each on a new connection to the
-        server.
+        """Serve a client connection.
+
+        Its requests are served one at a time, each on a new connection to the server.
         """
         try:
             while True:
                 request = Header(await reader.readuntil(b"\r\n\r\n"))
-                self.seen.append(request.first)
+                self.request_lines.append(request.first)
                 await self._exchange(request, reader, writer)
         except (ConnectionCut, asyncio.IncompleteReadError, asyncio.CancelledError, OSError):
             _reset(writer)
@@ -199,14 +199,14 @@ class FaultProxy:
                 )
             await writer.drain()
             if fault is Fault.RESET_ANSWERING or not sending.done():
-                await asyncio.sleep(0.05)  # what was written is on its way
+                await asyncio.sleep(0.05)  # let the bytes that were written leave
                 raise ConnectionCut
         finally:
             sending.cancel()
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """Close with RST, not with FIN."""
+    """Close a connection with RST instead of FIN."""
     connection = writer.get_extra_info("socket")
     if connection is not None and connection.fileno() >= 0:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -244,7 +244,7 @@ async def _copy(
 ) -> None:
     """Copy the body of a message, or its first `limit` bytes.
 
-    Without a length, it is empty or extends `to_end`.
+    If the header has no length, the body is empty, or with `to_end` it ends with the connection.
     """
     if "chunked" in header.fields.get("transfer-encoding", "").lower():
         await _copy_chunks(source, target, limit)

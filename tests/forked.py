@@ -1,9 +1,8 @@
-"""Run the program's commands in forks of a process that has imported torch, which takes most of a
-short command's time.
+"""Run the program's commands in forks of a process that has already imported torch.
 
-All else is as in a new process: arguments, directory, environment, output, exit code, signals.
-torchrun's agent is forked too, and so are its workers that run one of these commands.
-`launching.UnforkedJob` starts new processes only.
+A short command would spend most of its time on this import. Everything else is as in a new process:
+arguments, directory, environment, output, exit code and signals. torchrun's agent is forked too,
+and so are its workers if they run one of these commands. `launching.UnforkedJob` never forks.
 """
 
 from __future__ import annotations
@@ -42,16 +41,20 @@ PRELOADED = [
     "torch.distributed.run",
 ]
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <sys/prctl.h>
-UNREAD = "unread"  # instead of the path of an output: a pipe whose reader has ended
-READ_ONCE = "MKL_|ATEN_|TORCH(?!ELASTIC)|PYTHON|PYTORCH"  # variables, by Python or torch
-TEMPLATE = "template"  # the name of the process that an agent's workers are forked from
-# by the template, as they are sent to the agent's group
+# In place of the path of an output: write to a pipe whose reader has ended.
+UNREAD = "unread"
+# Environment variables that Python or torch reads only when it is loaded.
+READ_ONCE = "MKL_|ATEN_|TORCH(?!ELASTIC)|PYTHON|PYTORCH"
+# Name of the process from which an agent's workers are forked.
+TEMPLATE = "template"
+# The template ignores these signals, which it receives because it is in the agent's process group.
 IGNORED = [signal.SIGHUP, signal.SIGINT, signal.SIGTERM]
-DISPOSITIONS: dict[signal.Signals, Any] = {}  # of these, in the template
+# The handlers of the ignored signals, which the workers get back.
+DISPOSITIONS: dict[signal.Signals, Any] = {}
 
 
 class ForkServer:
-    """A process that forks one command at a time; it ends with this one."""
+    """A client of a process that forks one command at a time, and ends when this process ends."""
 
     def __init__(self, requests: IO[str], answers: IO[str]) -> None:
         self._requests, self._answers = requests, answers
@@ -68,11 +71,11 @@ class ForkServer:
         """Run `python ...` to completion.
 
         Args:
-            separate: standard error is not in `stdout`, but in `stderr`.
-            outputs: what to write to instead: a path or UNREAD, by stdout and stderr.
+            separate: Return standard error in `stderr`, not in `stdout`.
+            outputs: Other destinations of "stdout" and "stderr": a path or UNREAD.
 
         Raises:
-            subprocess.TimeoutExpired: the command has been killed.
+            subprocess.TimeoutExpired: The command took too long and was killed.
         """
         with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
             files = [
@@ -82,7 +85,8 @@ class ForkServer:
             files = [outputs.get("stdout", files[0]), outputs.get("stderr", files[1])]
             child = self._fork(command, cwd, env, files)
             is_done = True
-            with contextlib.suppress(ProcessLookupError):  # it has ended, and the server knows it
+            # The command may have ended just now, and the server has waited for it.
+            with contextlib.suppress(ProcessLookupError):
                 waiter = os.pidfd_open(child)
                 is_done = bool(select.select([waiter], [], [], timeout)[0])
                 os.close(waiter)
@@ -104,7 +108,8 @@ class ForkServer:
         """
         with adopting_orphans():
             child = self._fork(command, cwd, env, files, orphan=True)
-            self._answer()  # its parent has exited: now this process is
+            # The child's parent has exited, so this process has adopted the child.
+            self._answer()
         return Child(command, child)
 
     def _fork(
@@ -115,7 +120,7 @@ class ForkServer:
         files: list[str],
         orphan: bool = False,
     ) -> int:
-        """Return the process id of the command."""
+        """Ask the server to fork a command. Return its process id."""
         request = {
             "argv": command[1:],
             "cwd": str(cwd),
@@ -131,7 +136,7 @@ class ForkServer:
 
 
 class Child(subprocess.Popen[str]):
-    """A child that `subprocess` has not started."""
+    """A Popen object for a child process that `subprocess` has not started."""
 
     def __init__(self, args: list[str], pid: int) -> None:
         self.args, self.pid, self.returncode = args, pid, None
@@ -141,7 +146,7 @@ class Child(subprocess.Popen[str]):
 
 @contextlib.contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Become the parent of the processes below this one whose parent exits meanwhile."""
+    """Become the parent of descendants whose own parent exits inside this block."""
     prctl = ctypes.CDLL(None).prctl
     prctl(SUBREAPER, 1)
     try:
@@ -152,10 +157,10 @@ def adopting_orphans() -> Iterator[None]:
 
 @functools.cache
 def server_for(imported: tuple[tuple[str, str], ...]) -> ForkServer:
-    """Return the server of this test process for an environment.
+    """Start the fork server of this test process for an environment, or return the running one.
 
     Args:
-        imported: the variables that Python or torch read when they are loaded.
+        imported: The variables that Python and torch read only when they are loaded.
     """
     env = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", **dict(imported)}
     command = [sys.executable, __file__]
@@ -167,13 +172,13 @@ def server_for(imported: tuple[tuple[str, str], ...]) -> ForkServer:
 
 
 def directories_of(env: dict[str, str]) -> list[str]:
-    """Return the directories on PYTHONPATH besides the checkout."""
+    """Return the directories on PYTHONPATH without the checkout."""
     directories = env.get("PYTHONPATH", str(ROOT)).split(os.pathsep)
     return [directory for directory in directories if directory not in ("", str(ROOT))]
 
 
 def server_of(command: list[str], env: dict[str, str]) -> ForkServer | None:
-    """Return the server that can fork a command, if it is one of the program's."""
+    """Return the server that can fork a command. None if the command is not the program's."""
     name = command[2] if command[1:2] == ["-m"] else command[1]
     if command[0] != sys.executable or name not in COMMANDS:
         return None
@@ -187,10 +192,10 @@ def server_of(command: list[str], env: dict[str, str]) -> ForkServer | None:
 def run_command(
     command: list[str], cwd: Path, env: dict[str, str], timeout: float, separate: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to completion, forked if it is one of the program's.
+    """Run a command to completion. The program's own commands are forked.
 
     Args:
-        separate: standard error is not in `stdout`, but in `stderr`.
+        separate: Return standard error in `stderr`, not in `stdout`.
     """
     if server := server_of(command, env):
         return server.run(command, cwd, env, timeout, separate)
@@ -206,7 +211,7 @@ def run_command(
 def start_command(
     command: list[str], cwd: Path, env: dict[str, str], output: Path
 ) -> subprocess.Popen[Any]:
-    """Start a command in a session of its own, forked if it is one of the program's."""
+    """Start a command in its own session. The program's own commands are forked."""
     output.touch()
     if server := server_of(command, env):
         return server.start(command, cwd, env, [str(output)] * 2)
@@ -216,7 +221,7 @@ def start_command(
 def start_new_process(
     command: list[str], cwd: Path, env: dict[str, str], output: Path
 ) -> subprocess.Popen[Any]:
-    """Start a command in a session of its own."""
+    """Start a command in its own session, in a new process."""
     with open(output, "a") as out:
         return subprocess.Popen(
             command,
@@ -235,16 +240,17 @@ def main() -> None:
         importlib.import_module(name)
     fit_for_tests()
     find_plugins()
-    gc.freeze()  # the forks share this memory
+    # Keep the garbage collector off the objects so far, so that forks share their memory.
+    gc.freeze()
     serve()
 
 
 def fit_for_tests() -> None:
-    """Have runs of this process end with a tenth of the usual sample, and wait for a save however
-    slow the machine is.
+    """Shorten the final sample of runs in this process, and let them wait for slow saves.
 
-    Generating a sample takes as long as training. And which steps are saved would depend on the
-    load: a save that is due while another one has taken a second is postponed.
+    Generating the usual sample takes as long as training, so runs generate a tenth of it. A run
+    postpones a save if the previous one has taken more than a second, so without the second
+    change the saved steps would depend on the load of the machine.
     """
     from mingpt_ddp.snapshots import manager
     from mingpt_ddp.tasks import language_model
@@ -254,9 +260,9 @@ def fit_for_tests() -> None:
 
 
 def find_plugins() -> None:
-    """Compose a configuration, so that Hydra has its plug-ins and its grammar.
+    """Compose a configuration, so that Hydra loads its plug-ins and its grammar.
 
-    They take half a second.
+    This takes half a second, which the forked commands save.
     """
     from hydra import compose, initialize_config_dir
 
@@ -267,9 +273,10 @@ def find_plugins() -> None:
 
 
 def serve() -> None:
-    """Read a request a line, fork, print the child's process id, then its exit code.
+    """Read one request from each line and fork a process for it.
 
-    An orphan's parent exits at once, and the exit code is the parent's.
+    Print the process id of the child, then its exit code. A child that is to be an orphan is forked
+    by a parent that exits at once: then the exit code is the parent's.
     """
     for line in sys.stdin:
         request = json.loads(line)
@@ -284,7 +291,7 @@ def serve() -> None:
 
 
 def make_orphan() -> None:
-    """Continue in a child of this process, whose id is printed, once this process has exited."""
+    """Fork a child and print its process id. Continue in the child once this process has exited."""
     parent = os.getpid()
     if pid := os.fork():
         print(pid, flush=True)
@@ -294,7 +301,7 @@ def make_orphan() -> None:
 
 
 def run(request: dict[str, Any]) -> None:
-    """Become the command."""
+    """Turn this process into the requested command and run it."""
     from mingpt_ddp.process.interrupts import interrupt_commands
 
     os.setsid()
@@ -310,7 +317,7 @@ def run(request: dict[str, Any]) -> None:
     for target, descriptor in enumerate([os.open(os.devnull, os.O_RDONLY), *files]):
         os.dup2(descriptor, target)
         os.close(descriptor)
-    # of the server it may be a file, in which this one would seek
+    # The server's standard error may be a file, and a fork would share its position.
     sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
     argv = request["argv"]
     sys.orig_argv = [sys.executable, *argv]
@@ -325,7 +332,8 @@ def run(request: dict[str, Any]) -> None:
     interrupt_commands()
     if argv[0] == "-m":
         sys.path[:0] = [request["cwd"], str(ROOT)]
-        sys.modules.pop(f"{argv[1]}.__main__", None)  # preloaded, of which runpy would warn
+        # runpy would warn about a module that is already loaded.
+        sys.modules.pop(f"{argv[1]}.__main__", None)
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, str(Path(argv[0]).parent))
@@ -333,7 +341,7 @@ def run(request: dict[str, Any]) -> None:
 
 
 def set_threads(env: dict[str, str]) -> None:
-    """Give torch the threads that it would have if it were loaded with another variable."""
+    """Set torch's threads to the number that OMP_NUM_THREADS in `env` would give on loading."""
     named = env.get("OMP_NUM_THREADS")
     if named != os.environ.get("OMP_NUM_THREADS"):
         import torch
@@ -350,8 +358,9 @@ def open_output(path: str) -> int:
 
 
 def fork_workers() -> None:
-    """Make torchrun's agent, which this process becomes, fork its workers from a process that has
-    no threads.
+    """Let torchrun's agent, which this process becomes, fork its workers.
+
+    They are forked from another process, the template, because it has no threads.
     """
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
@@ -373,13 +382,14 @@ def fork_workers() -> None:
 
 
 def fork_template() -> ForkServer:
-    """Fork a process like this one, which serves it and ends with it."""
+    """Fork a copy of this process that serves it as a fork server, and ends when it ends."""
     requests, answers = os.pipe(), os.pipe()
     if os.fork():
         os.close(requests[0])
         os.close(answers[1])
         return ForkServer(open(requests[1], "w"), open(answers[0]))
-    os.close(requests[1])  # the template reads to the end of the file, which is that of the agent
+    # Only the agent may hold this end, so that the template reads the end of file when it ends.
+    os.close(requests[1])
     os.close(answers[0])
     os.dup2(answers[1], 1)
     sys.stdin = os.fdopen(requests[0])
@@ -394,7 +404,7 @@ exec_passing = util.spawnv_passfds
 
 
 def spawn(path: str, args: Sequence[str], passed: Sequence[int]) -> int:
-    """Fork the fork server of the workers, which would import what this process has imported."""
+    """Start the fork server of the workers by forking this process, which saves its imports."""
     from hydra.core.global_hydra import GlobalHydra
 
     if "multiprocessing.forkserver" not in args[-1]:
@@ -406,15 +416,17 @@ def spawn(path: str, args: Sequence[str], passed: Sequence[int]) -> int:
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
     null = os.open(os.devnull, os.O_RDONLY)
-    for other in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, *passed}:  # not closed:
-        # a fork closes the numbers that libuv had for pipes in a process with a store
+    # These descriptors are replaced, not closed: in a process with a store, a fork closes the
+    # numbers that libuv used for its pipes.
+    for other in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, *passed}:
         os.dup2(null, other)
     util.spawnv_passfds = exec_passing
     forkserver._forkserver.__init__()
     resource_tracker._resource_tracker.__init__()
     sys.path[0] = ""
     try:
-        contextvars.Context().run(exec, args[-1])  # without the sweep that this process runs
+        # A new context, since this process may run a sweep, which the fork must not see.
+        contextvars.Context().run(exec, args[-1])
     finally:
         os._exit(0)
 

@@ -1,4 +1,7 @@
-"""Runs whose ranks are held before a step by a hook of a user's file: killed or signalled there."""
+"""Hold the ranks of a run before a step, so that a test can kill or signal them there.
+
+A hook in a user's file holds them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ SETTINGS = [
     "run.name=run",
 ]
 
-FIRST_STEP = 6  # that ranks can be held before: the trial of hooks has steps 1 to 4
+# The first step before which ranks can be held, since hooks are tried out with steps 1 to 4.
+FIRST_STEP = 6
 HOOK = '''
 import ctypes, os, signal, time
 from pathlib import Path
@@ -76,7 +80,7 @@ def reach(step, rank):
     if <held>.get(step) == rank:
         pause(f"step{step}")
 """
-# A model of a user's file, which calls `forward_begins` with the number of the step.
+# A user's model that calls `forward_begins` with the number of the step.
 SCORES = """
 import torch
 from torch import nn
@@ -101,7 +105,7 @@ class Scores(nn.Module):
 def reach(step, rank):
     pass
 """
-# A file of its own, which ends the process in the update of the step of a variable.
+# A user's file that kills the process during the update of step KILL_AT (a variable).
 KILL_HOOK = """
 import os, signal
 from mingpt_ddp.registry import acts
@@ -114,20 +118,23 @@ def kill(step, weights):
 
 
 def with_scores(words: list[str], cwd: Path) -> list[str]:
-    """Return the words of a run of that model, whose code is to be named; write its preset."""
+    """Write a preset for the model in SCORES. Return the words of a run that uses it.
+
+    The caller still has to name the file with the code.
+    """
     preset = {"mine/model/scores.yaml": "{name: scores, architecture: scores, code: null}"}
     kept = [word for word in words if not word.startswith("model")]
     return [*kept, f"--config-dir={write_files(cwd, preset)}/mine", "model=scores"]
 
 
 def pause_at(step: int) -> str:
-    """Return the function `reach` with which all ranks pause before a step."""
+    """Return the code of a `reach` function that pauses all ranks before a step."""
     assert step >= FIRST_STEP
     return PAUSE_AT.replace("<step>", str(step))
 
 
 class HeldRun:
-    """A launch whose ranks call a function before each step, at the end of the one before."""
+    """A launch whose ranks call a function at the end of each step, before the next one."""
 
     def __init__(
         self,
@@ -140,8 +147,8 @@ class HeldRun:
     ) -> None:
         """
         Args:
-            reach: code that defines `reach(step, rank)`, and may call the functions of HOOK.
-            group: of the configuration, whose code is this hook.
+            reach: Code that defines `reach(step, rank)`. It may call the functions of HOOK.
+            group: Configuration group that names the hook as its code.
         """
         self.site = cwd / f"site-{time.monotonic_ns()}"
         self.site.mkdir(parents=True)
@@ -166,7 +173,7 @@ class HeldRun:
             wait_for(marker.exists, what=marker.name)
 
     def process_at(self, point: str, rank: int = 0) -> int:
-        """Return the id of the process of a rank that has reached the point."""
+        """Wait until a rank has reached the point. Return its process id."""
         marker = self.site / f"{point}.{rank}"
         wait_for(marker.read_text, what=f"the process id in {marker.name}")
         return int(marker.read_text())
@@ -179,8 +186,9 @@ class HeldRun:
 
 
 class HeldJob(HeldRun):
-    """A launch in which a rank stops before a step, until it is killed; only once over all
-    attempts. Snapshots are written meanwhile.
+    """A launch in which a rank stops before a step until it is killed.
+
+    It stops only once over all attempts. Snapshots are still written meanwhile.
     """
 
     def __init__(
@@ -188,14 +196,14 @@ class HeldJob(HeldRun):
     ) -> None:
         """
         Args:
-            held: the rank that stops, by step.
+            held: For each step before which a rank stops, the number of the rank.
         """
         assert min(held, default=FIRST_STEP) >= FIRST_STEP
         super().__init__(command, cwd, HOLD.replace("<held>", str(held)), *words, **named)
         self.held = held
 
     def wait_for_step(self, step: int, is_saved: Callable[[], Any]) -> None:
-        """Wait until the rank has stopped before the step, and there is a snapshot."""
+        """Wait until the rank has stopped before the step and a snapshot exists."""
         self.wait_until(f"step{step}", self.held[step])
         wait_for(is_saved, what=f"a snapshot before step {step}")
 
@@ -203,7 +211,7 @@ class HeldJob(HeldRun):
 def kill_before(
     step: int, command: list[str], cwd: Path, is_saved: Callable[[], Any], **named: Any
 ) -> None:
-    """Launch a run, and SIGKILL all of it while it waits before a step, after a snapshot."""
+    """Launch a run, and SIGKILL all its processes before a step, once it has a snapshot."""
     held = HeldJob(command, cwd, {step: 0}, **named)
     held.wait_for_step(step, is_saved)
     held.job.kill_tree()

@@ -1,4 +1,4 @@
-"""Launch the program in subprocesses, as users do, and kill some or all of its processes."""
+"""Launch the program in subprocesses as users do, and kill some or all of its processes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from typing import ClassVar
 
 from forked import ROOT, TEMPLATE, run_command, start_command, start_new_process
 
-# Seconds after which a process hangs, also on a slow and busy machine: no test measures time.
+# After this many seconds a process is considered hung, even on a slow and busy machine. No test
+# measures time.
 PATIENCE_S = 400
-# Put the presets of an example on the search path.
+# Puts the presets of an example on Hydra's search path.
 WITH_DIGITS = f"hydra.searchpath=[{ROOT}/examples/digits]"
 WITH_TOY = f"hydra.searchpath=[{ROOT}/examples/toy]"
-# fp32 everywhere: some CPUs default to bf16, where another order of summation changes the third
-# digit of a loss.
+# Runs use fp32 on every machine. Some CPUs default to bf16, where another order of summation
+# changes the third digit of a loss.
 TINY = [
     "model=gpt_nano",
     "model.n_layer=2",
@@ -67,21 +68,22 @@ def python_main() -> list[str]:
 def call(
     command: list[str], cwd: Path, timeout: float = PATIENCE_S, separate: bool = False, **extra: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run to completion; standard output and error are both in `stdout`, unless they are to be
-    `separate`.
+    """Run a command to completion.
+
+    Standard output and error are both in `stdout`, unless `separate` is True.
     """
     return run_command(command, cwd, environment(cwd, **extra), timeout, separate)
 
 
 def with_code(directory: Path, code: str) -> str:
-    """Return a PYTHONPATH whose sitecustomize module runs code in every process."""
+    """Write a sitecustomize module that runs `code` in every process. Return its PYTHONPATH."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "sitecustomize.py").write_text(code)
     return f"{directory}{os.pathsep}{ROOT}"
 
 
 def copy_source(target: Path) -> None:
-    """Copy to a new directory what a build of the package reads from the checkout."""
+    """Copy the files from which the package is built to a new directory."""
     for name in ("mingpt_ddp", "hydra_plugins", "conf"):
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
@@ -116,7 +118,7 @@ class Job:
         os.kill(self.workers()[index], signal.SIGKILL)
 
     def kill_agent(self) -> list[int]:
-        """SIGKILL the launched process only; return the process ids of its workers."""
+        """SIGKILL only the launched process. Return the process ids of its workers."""
         workers = self.workers()
         self.process.kill()
         self.process.wait()
@@ -140,7 +142,7 @@ class Job:
 
 
 class UnforkedJob(Job):
-    """A launch in a new process, which imports torch itself."""
+    """A launch in a new process that imports torch itself."""
 
     start = staticmethod(start_new_process)
 
@@ -155,8 +157,11 @@ def children(pid: int) -> list[int]:
 
 
 def workers(launcher: int, is_torchrun: bool) -> list[int]:
-    """Return the workers by local rank: those of torchrun, or of `ddp.nproc_per_node`, perhaps
-    below a fork server.
+    """Return the process ids of the workers in the order of their local ranks.
+
+    Args:
+        launcher: Process id of torchrun's agent, or of a launch with `ddp.nproc_per_node`.
+        is_torchrun: The launcher is torchrun. Otherwise, a fork server may be the workers' parent.
     """
     if is_torchrun:
         return [pid for pid in children(launcher) if read(pid, "comm").strip() != TEMPLATE]
@@ -170,14 +175,14 @@ def read(pid: int, name: str | Path) -> str:
     """Read a file of a process under /proc."""
     try:
         return Path(f"/proc/{pid}/{name}").read_text()
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return ""
 
 
 def open_files(pid: int) -> list[str]:
     """Return the paths and sockets that a process has open."""
     links = []
-    # closed meanwhile, or the process has ended; the next call sees the rest
+    # The file was closed meanwhile, or the process has ended. A later call sees the rest.
     with contextlib.suppress(OSError):
         for path in Path(f"/proc/{pid}/fd").iterdir():
             links.append(os.readlink(path))
@@ -185,7 +190,7 @@ def open_files(pid: int) -> list[str]:
 
 
 def is_running(pid: int) -> bool:
-    """Alive, and not a zombie that has not been reaped."""
+    """Return True if a process is alive. A zombie, which has ended but was not reaped, is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except OSError:
@@ -196,7 +201,7 @@ def wait_for(condition, timeout: float = PATIENCE_S, what: str = "the condition"
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
-            # The last jobs are those of this test, which may have ended when they should not.
+            # Show the last jobs, which this test has started: one may have ended too early.
             jobs = "\n--- ".join(job.text()[-3000:] for job in Job.started[-3:])
             raise AssertionError(
                 f"timed out after {timeout} s waiting for {what}; the last jobs wrote:\n--- {jobs}"

@@ -1,10 +1,11 @@
-"""Small run directories of format 2 in tests/data/format2, which every later version must load and
-resume.
+"""Make the small run directories in tests/data/format2.
+
+Their snapshots have format 2. Every later version must load and resume them.
 
     python tests/make_format2.py
 
-writes those that are missing; existing ones never change. A new model or optimizer gets a line in
-RUNS.
+writes the directories that are missing. Existing directories never change. For a new model or
+optimizer, add a line to RUNS.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ RUNS = {
     "gpt-adamw": ["model=gpt_nano", "optimizer=adamw"],
     "modern-muon": ["model=modern_micro", "optimizer=muon"],
 }
-STEPS, MORE_STEPS = 4, 8  # of the run directory, and of the resumed run
-# No dropout: which elements torch drops depends on the CPU.
+STEPS, MORE_STEPS = 4, 8  # length of the stored run, and of the run that resumes it
+# There is no dropout, since the elements that torch drops depend on the CPU.
 OVERRIDES = [
     "model.n_layer=2",
     "model.n_head=2",
@@ -65,7 +66,7 @@ OVERRIDES = [
 
 
 def configuration(name: str, steps: int) -> Config:
-    """Compose the configuration of a run in a directory of tests/data/format2, or a copy of it."""
+    """Compose the configuration of a run in tests/data/format2, or of a copy of the run."""
     with initialize_config_dir(str(config_directory()), **VERSION_BASE):
         return from_mapping(
             to_plain(compose("config", [*RUNS[name], *OVERRIDES, f"trainer.max_steps={steps}"]))
@@ -73,7 +74,7 @@ def configuration(name: str, steps: int) -> Config:
 
 
 def train(name: str, steps: int) -> dict[str, float]:
-    """Train in the working directory; return the training loss by step of the whole run."""
+    """Train in the working directory. Return the training losses of the whole run by step."""
     config = configuration(name, steps)
     runtime = Runtime(config, DistEnv())
     train_run(Job(config), runtime)
@@ -101,7 +102,7 @@ def make(name: str) -> None:
     )
     train(name, STEPS)
     kept = Path("kept")
-    # without the files that name this machine
+    # Leave out the files that name this machine.
     for path in ("config.yaml", METRICS, "result.json", "snapshots"):
         kept.mkdir(exist_ok=True)
         (shutil.copytree if Path("run", path).is_dir() else shutil.copy)(

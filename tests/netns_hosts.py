@@ -1,5 +1,6 @@
-"""Two hosts on one machine: network namespaces with their own names and addresses, and a veth link,
-for torchrun.
+"""Make two hosts on one machine for torchrun: two network namespaces joined by a veth link.
+
+Each has its own host name and address.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from pathlib import Path
 
 from launching import Job, is_running
 
-# then the id of the creating process and a number: namespaces of others are not touched
+# The name of a namespace continues with the id of the process that made it, so that the namespaces
+# of other processes are not touched.
 PREFIX = "mingpt-test"
 NAMES = ("host1", "host2")  # the agent whose name sorts first has rank 0
-# nothing outside the two can be reached, so every pair may have these
+# Nothing outside a pair of hosts can be reached, so all pairs use the same addresses.
 ADDRESSES = ("192.168.113.1", "192.168.113.2")
 INTERFACE = "eth0"
 NETNS = Path("/run/netns")
@@ -28,13 +30,14 @@ _count = itertools.count(1)
 
 
 class HostsUnavailable(Exception):
-    """Why this machine, or this user, cannot create network namespaces."""
+    """This machine or this user cannot create network namespaces. The message says why."""
 
 
 class TwoHosts:
-    """Two hosts, `names[0]` and `names[1]`, joined by a veth link; each resolves both names.
+    """Two hosts, `names[0]` and `names[1]`, joined by a veth link.
 
-    They share the disk. The end of the `with` block kills everything that runs in them.
+    Each host resolves both names, and they share the disk. The end of the `with` block kills all
+    processes on both hosts.
     """
 
     names = NAMES
@@ -42,7 +45,7 @@ class TwoHosts:
     def __init__(self) -> None:
         """
         Raises:
-            HostsUnavailable: not root, no `ip`, or the kernel refuses.
+            HostsUnavailable: The user is not root, `ip` is missing, or the kernel refuses.
         """
         missing = [tool for tool in ("ip", "unshare") if shutil.which(tool) is None]
         if sys.platform != "linux" or missing or os.geteuid() != 0:
@@ -70,7 +73,7 @@ class TwoHosts:
     def start(self, host: int, command: list[str], cwd: Path, **extra: str) -> Job:
         """Run a command on host 0 or 1.
 
-        The process of the job is the command itself, no wrapper.
+        The process of the job is the command itself, not a wrapper.
         """
         enter = ["ip", "netns", "exec", self._namespaces[host], "unshare", "--uts"]
         rename = ["sh", "-c", 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"', NAMES[host]]
@@ -119,8 +122,9 @@ class TwoHosts:
 
 
 def remove_leftovers() -> None:
-    """Remove what a killed test run left: the owner is gone, but processes in the namespaces may
-    still run.
+    """Remove namespaces whose owner has ended, as after a test run that was killed.
+
+    Processes in these namespaces may still run.
     """
     namespaces = {
         path.name
@@ -137,7 +141,8 @@ def remove_leftovers() -> None:
 def _remove_namespace(namespace: str) -> None:
     """Remove a namespace that exists fully, partly, or not at all."""
     if (NETNS / namespace).exists():
-        with contextlib.suppress(subprocess.CalledProcessError):  # a concurrent test run removed it
+        # A concurrent test run may have removed the namespace already.
+        with contextlib.suppress(subprocess.CalledProcessError):
             for pid in _ip("netns", "pids", namespace).split():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)

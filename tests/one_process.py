@@ -1,10 +1,12 @@
-"""Run train commands one after another in one process: the composition of each, without a process.
+"""Run train commands that end before they train, one after another in one process.
+
+A new process for each command would take seconds to import torch.
 
     python tests/one_process.py
 
-reads a case a line, as JSON, and answers each with a line: the exit code, and what stood in the
-working directory when the command called os._exit. For commands that end before they train.
-`reset` undoes what a command changes in its process.
+reads one case from each line, as JSON. It answers with one line: the exit code, and the files that
+were in the working directory when the command called os._exit. `reset` undoes the changes that a
+command makes to its process.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMEOUT_S = 120  # of a case, after which SIGALRM ends this process
+TIMEOUT_S = 120  # if a case takes longer, SIGALRM ends this process
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class ExitError(SystemExit):
-    """The command has called os._exit: what follows would not have run."""
+    """Raised in place of os._exit, so that no later code of the command runs."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -39,7 +41,7 @@ def leave(code: int) -> NoReturn:
 
 
 def reset(environ: dict[str, str]) -> None:
-    """Undo what a command changes in its process."""
+    """Undo the changes that a command makes to its process."""
     import fsspec
     from hydra.core.global_hydra import GlobalHydra
 
@@ -58,7 +60,7 @@ def reset(environ: dict[str, str]) -> None:
 
 
 def prepare() -> None:
-    """Import what the first command would, and replace what would end or slow this process."""
+    """Import what the first command needs, and replace what would end or slow this process."""
     import torch
     from hydra import compose, initialize_config_dir
     from hydra._internal.hydra import Hydra
@@ -68,16 +70,16 @@ def prepare() -> None:
     from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
 
     os._exit = leave
-    train_command.start_server = lambda: None  # no case comes to start its workers
-    Hydra.get_mode = lambda *args, **kwargs: None  # composes everything, once more
-    torch.use_deterministic_algorithms(False)  # imports what the first call needs
+    train_command.start_server = lambda: None  # no case gets as far as starting its workers
+    Hydra.get_mode = lambda *args, **kwargs: None  # it composes the whole configuration once more
+    torch.use_deterministic_algorithms(False)  # the first call imports modules
     with initialize_config_dir(str(config_directory()), **VERSION_BASE):
         compose("config", ["optimizer.lr=1"])
     gc.freeze()
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
-    """Run a command from its entry point to os._exit."""
+    """Run a command from its entry point until it calls os._exit."""
     from mingpt_ddp.cli.commands import train as train_command
 
     os.chdir(case["cwd"])

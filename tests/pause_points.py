@@ -1,5 +1,6 @@
-"""Launches that pause at a named point: a sitecustomize module on PYTHONPATH patches the package in
-every process.
+"""Launch runs that pause at a named point.
+
+A sitecustomize module on PYTHONPATH patches the package in every process.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Any
 from holding import SETTINGS, HeldRun
 from launching import Job
 
-# Patches modules of the package right after their import, or at once: `PATCHES` maps module names
-# to functions.
+# This code patches modules of the package right after their import, or at once if they are already
+# imported. `PATCHES` maps the name of a module to the function that patches it.
 SITE = '''
 import importlib.abc, importlib.util, os, sys, time
 from pathlib import Path
@@ -62,7 +63,7 @@ def patches(text: str, **values: Any) -> str:
 
 
 class PausedJob(HeldRun):
-    """A launch that pauses at the points where `patches` calls `pause`."""
+    """A launch that pauses wherever the code in `patches` calls `pause`."""
 
     start = Job
     settings = SETTINGS

@@ -1,4 +1,4 @@
-"""Free ports for servers that start later than they are chosen."""
+"""Choose free ports for servers that start some time later."""
 
 import random
 import socket
@@ -9,10 +9,10 @@ LOWEST = 10_000
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports below those that the kernel gives to anybody: a test beside this one must not
-    get them meanwhile.
+    """Return free ports outside the range from which the kernel assigns ports.
 
-    Where the kernel gives all of them, any free ones.
+    So a concurrent test cannot get them before the server starts. If the kernel assigns all ports,
+    return any free ones.
     """
     limits = Path("/proc/sys/net/ipv4/ip_local_port_range")
     highest = int(limits.read_text().split()[0]) if limits.exists() else 32_768

@@ -1,4 +1,4 @@
-"""Play the package's protocols on all ranks, and return what each rank sent and received."""
+"""Run the package's protocols on all ranks, and return the traffic of each rank."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from mingpt_ddp.snapshots.write.async_writer import AsyncSave
 from mingpt_ddp.snapshots.write.store import SnapshotStore
 
 TIMEOUT_S = 600.0  # the default of ddp.timeout_s
-LATE_S = 1.0  # how much later than the others a rank may come
-VALUE_BYTES = 20_000  # as a state.json with the configuration and the history of losses
+LATE_S = 1.0  # a late rank starts this long after the others
+VALUE_BYTES = 20_000  # size of a state.json with the configuration and the history of losses
 KINDS = ("model", "optimizer", "optimizer")
 MOMENTS = ("", ":exp_avg", ":exp_avg_sq")
-PARAMETERS = 50  # with two moments each, 150 tensors
+PARAMETERS = 50  # each has two moments, which makes 150 tensors
 
 
 class Ranks:
-    """A process group of the package on each rank."""
+    """The package's process group on each rank."""
 
     def __init__(self, world_size: int, config: Config) -> None:
-        """Join all ranks; nothing of it is counted."""
+        """Let all ranks join. Their traffic is not counted."""
         self.config = config
         self.network = Network(world_size)
         with self.network.patched():
@@ -48,7 +48,7 @@ class Ranks:
         return Runtime(self.config, _env(rank, self.network.world_size))
 
     def count(self, work: Callable[[int], Any]) -> list[Count]:
-        """Call `work` with each rank; return the counts by rank."""
+        """Call `work` with each rank. Return the traffic by rank."""
         with self.network.patched():
             self.network.run(work)
         return self.network.take_counts()
@@ -59,11 +59,13 @@ def _env(rank: int, world_size: int) -> DistEnv:
 
 
 def join(world_size: int, late_s: float = 0.0, attempts: int = 1) -> list[Count]:
-    """Count a join in the store.
+    """Count the traffic of all ranks when they join an attempt through the store.
 
     Args:
-        late_s: how much later than the others the last rank comes.
-        attempts: all before the last one have left their keys in the store.
+        world_size: Number of ranks.
+        late_s: Seconds by which the last rank starts after the others.
+        attempts: Number of attempts. Only the last is counted; the earlier ones leave their keys
+            in the store.
     """
     network = Network(world_size)
 
@@ -83,9 +85,12 @@ def join(world_size: int, late_s: float = 0.0, attempts: int = 1) -> list[Count]
 
 
 def heartbeats(ranks: Ranks) -> list[Count]:
-    """Count a second of training: each rank's watchdog writes and reads four times."""
+    """Count the traffic of watchdogs in a second of training.
+
+    Each rank's watchdog writes and reads four times.
+    """
     network = ranks.network
-    # It ignores errors of a lost store; here they are errors.
+    # The watchdog suppresses errors of a lost store. Here they must fail the test.
     names = vars(contextlib) | {"suppress": lambda *_: contextlib.nullcontext()}
     raising = mock.patch.object(watchdog, "contextlib", SimpleNamespace(**names))
 
@@ -100,7 +105,7 @@ def heartbeats(ranks: Ranks) -> list[Count]:
 
 
 def rank_zero_value(ranks: Ranks) -> list[Count]:
-    """Count a call on rank zero whose value of 20 kB all ranks receive."""
+    """Count the traffic of a call on rank zero whose value of 20 kB all ranks receive."""
     value = "x" * (VALUE_BYTES - len('""'))
 
     def work(rank: int) -> None:
@@ -111,7 +116,7 @@ def rank_zero_value(ranks: Ranks) -> list[Count]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Log nothing: all ranks would log to the same loggers."""
+    """Disable logging, since all ranks would log to the same loggers."""
     logging.disable()
     try:
         yield
@@ -120,7 +125,7 @@ def quiet() -> Iterator[None]:
 
 
 def tensors_by_kind() -> dict[str, dict[str, Tensor]]:
-    """Return the tensors of a model and its optimizer, small ones with names of a usual length."""
+    """Return small tensors of a model and its optimizer, with names of a usual length."""
     found: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
     for number in range(PARAMETERS):
         for kind, moment in zip(KINDS, MOMENTS, strict=True):
@@ -132,10 +137,11 @@ def tensors_by_kind() -> dict[str, dict[str, Tensor]]:
 def commit(ranks: Ranks, directory: Path, saves: int = 2) -> list[Count]:
     """Count the collectives of a snapshot of 150 tensors, from staging to its commit.
 
-    The first of a run also finds out which ranks share a storage; the last one is counted.
+    Only the last save is counted: the first save of a run also finds out which ranks share a
+    storage.
     """
     tensors = tensors_by_kind()
-    # As a large model: each rank writes a part of its own, as long as there are tensors.
+    # As for a large model, each rank writes its own shard, as long as there are enough tensors.
     shares = mock.patch("mingpt_ddp.snapshots.format.MIN_SHARD_BYTES", 256)
     inline = mock.patch.object(AsyncSave, "start", AsyncSave.run)
     state = {"losses": "x" * VALUE_BYTES}
@@ -161,7 +167,7 @@ def commit(ranks: Ranks, directory: Path, saves: int = 2) -> list[Count]:
 
 
 def configuration(directory: Path, world_size: int) -> Config:
-    """Return the configuration of a small run in a directory, whose text it writes."""
+    """Write a text to a directory. Return the configuration of a small run on it."""
     text = directory / "text.txt"
     text.write_text("To be, or not to be, that is the question. " * 500)
     from hydra import compose, initialize_config_dir

@@ -1,4 +1,4 @@
-"""A device that works behind the host, as a GPU does, by a clock that moves only when told to."""
+"""A device that works asynchronously, like a GPU, by a clock that only the test moves."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from mingpt_ddp.distributed.runtime import Runtime
 
 
 class QueuedDevice:
-    """A runtime with such a device."""
+    """A runtime whose device works asynchronously."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.time = 0.0  # of the host, in seconds
-        self.done_at = 0.0  # when the device will have done what is queued
+        self.time = 0.0  # the host's clock, in seconds
+        self.done_at = 0.0  # time at which the device will have finished all queued work
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runtime, name)
 
     def queue(self, seconds: float) -> None:
-        """Queue work; the host goes on at once."""
+        """Queue work for the device. The host does not wait for it."""
         self.done_at = max(self.time, self.done_at) + seconds
 
     def wait_until(self, time: float) -> None:
-        """Let the host wait for something else than the device."""
+        """Let the host wait for something other than the device."""
         self.time = max(self.time, time)
 
     def now(self) -> float:
-        """Wait for the device; return the time, as Runtime.now does."""
+        """Wait for the device and return the time, like Runtime.now."""
         self.wait_until(self.done_at)
         return self.time

@@ -1,7 +1,7 @@
-"""Signals to the processes of a run at random moments; started again until it is complete, it is
-the undisturbed run.
+"""Send signals to the processes of a run at random moments, and restart it until it is complete.
 
-All random numbers come from a seed, but the moments vary with the load of the machine.
+Its result must be the same as that of an undisturbed run. All random numbers come from a seed, but
+the moments also depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from launching import Job, children, is_running, last_step, read, wait_for
 
 from mingpt_ddp.storage.run_directory import read_result
 
-VICTIMS = {"worker": 3, "parent": 2, "server": 1, "all": 2}  # how often each occurs in a round
+# How often each victim, and each sequence of signals, occurs in a round.
+VICTIMS = {"worker": 3, "parent": 2, "server": 1, "all": 2}
 ENDS = {"KILL": 4, "TERM": 2, "INT": 1, "STOP CONT": 1, "STOP KILL": 1, "STOP TERM CONT": 1}
-ORPHANS_END_S = 30.0  # on a busy machine
-TIMES = ("wall_seconds", "goodput")  # in result.json
+ORPHANS_END_S = 30.0  # orphans end within this time, even on a busy machine
+TIMES = ("wall_seconds", "goodput")  # fields of result.json that differ between equal runs
 
 
 @dataclass
 class FaultyRun:
-    """A run that a command starts in a directory of its own."""
+    """A run with faults, in a directory of its own."""
 
     cwd: Path
     command: list[str]
@@ -55,11 +56,11 @@ class FaultyRun:
         return read_result(self.run).get("status") == "complete"
 
     def processes(self) -> list[int]:
-        """Return the processes of the run, orphans too: they work in its directory."""
+        """Return the processes of the run, including orphans: those that work in its directory."""
         return processes_in(self.cwd)
 
     def wait_for_end(self) -> None:
-        """Wait until the parent has ended, and all others after it."""
+        """Wait until the parent and then all other processes have ended."""
         self.jobs[-1].wait()
         wait_for(
             lambda: not self.processes(),
@@ -67,13 +68,16 @@ class FaultyRun:
             f"the end of the orphans {self.processes()}",
         )
 
-    def suffer(
+    def inject_faults(
         self, moments: Iterable[int | None], victims: Iterable[str], ends: Iterable[str]
     ) -> None:
-        """Inject a fault at each of these moments, and start the run again whenever it has ended.
+        """Inject faults, and start the run again whenever it has ended.
 
         Args:
-            moments: steps that the run has reached before; None: while it starts, or starts again.
+            moments: The step that the run must reach before each fault. None injects the fault
+                while the run starts or restarts.
+            victims: The process or processes that each fault hits: a key of VICTIMS.
+            ends: The signals of each fault: a key of ENDS.
         """
         job, logged = self.start(), 0
         for step, victim, end in zip(moments, victims, ends, strict=False):
@@ -101,8 +105,11 @@ class FaultyRun:
         return re.findall(r" INFO step (\d+)/", log.read_text()) if log.exists() else []
 
     def _has_reached(self, step: int, logged: int) -> bool:
-        """Whether rank zero has logged this step, and one more line than `logged`: the run has gone
-        on.
+        """Return True if rank zero has logged this step, and the run has gone on since then.
+
+        Args:
+            step: The step to be reached.
+            logged: Number of steps in the log at the previous fault.
         """
         steps = self._logged_steps()
         return len(steps) > logged and max(map(int, steps)) >= step
@@ -117,7 +124,7 @@ class FaultyRun:
         return [job.process.pid] if victim == "parent" else self.processes()
 
     def _inject(self, victim: str, numbers: list[str]) -> None:
-        """Send the signals of a fault: to all processes in any order, or to one of several."""
+        """Send the signals of a fault to one of the victim's processes, or to all in any order."""
         pids = self._pids(victim)
         self.generator.shuffle(pids)
         pids = pids if victim == "all" else pids[:1]
@@ -129,7 +136,7 @@ class FaultyRun:
                     os.kill(pid, signal.Signals[f"SIG{number}"])
 
     def kill(self) -> None:
-        """Kill what runs."""
+        """Kill all running processes of the run."""
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -143,7 +150,7 @@ class FaultyRun:
 
 
 def processes_in(directory: Path) -> list[int]:
-    """Return the processes that work in a directory."""
+    """Return the processes whose working directory is this one."""
     pids = map(int, filter(str.isdecimal, os.listdir("/proc")))
     return [pid for pid in pids if works_in(pid, directory)]
 
@@ -151,12 +158,12 @@ def processes_in(directory: Path) -> list[int]:
 def works_in(pid: int, directory: Path) -> bool:
     try:
         return Path(os.readlink(f"/proc/{pid}/cwd")) == directory and is_running(pid)
-    except OSError:  # of another user, or it has ended
+    except OSError:  # the process belongs to another user or has ended
         return False
 
 
 def servers(parent: int) -> list[int]:
-    """Return the fork server of the workers, if it runs."""
+    """Return the process id of the workers' fork server, if it runs."""
     return [pid for pid in children(parent) if "resource_tracker" not in read(pid, "cmdline")]
 
 
@@ -171,6 +178,6 @@ def tensors(run: Path) -> dict[str, bytes]:
 
 
 def names(run: Path) -> set[str]:
-    """Return the names of all files of a run; those of TensorBoard once for each rank."""
+    """Return the paths of all files of a run, with one name for all event files of a rank."""
     paths = (path.relative_to(run).as_posix() for path in run.rglob("*"))
     return {re.sub(r"events\.out\.tfevents\..*", "events", path) for path in paths}

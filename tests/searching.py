@@ -1,4 +1,4 @@
-"""What the jobs and the files of a sweep say."""
+"""Read the results of a sweep and the trials of its search."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DIRECTORY = Path("outputs", "optuna_lr")
 
 
 def recorded(directory: Path) -> list[dict[str, Any]]:
-    """Return all that Optuna reads of every trial, without the times."""
+    """Return every field of every trial as Optuna reads them, without the times."""
     import optuna
     from optuna.storages.journal import JournalFileBackend
 
@@ -43,13 +43,13 @@ def recorded(directory: Path) -> list[dict[str, Any]]:
 
 
 def ends(directory: Path) -> list[int]:
-    """Return the number of the trial of each line of the journal that ends one."""
+    """Return the trial numbers in the order in which the journal says that trials ended."""
     lines = map(json.loads, (directory / "study.journal").read_text().splitlines())
     return [line["trial_id"] for line in lines if line["op_code"] == 6]
 
 
 def trials(directory: Path) -> list[tuple[str, dict[str, Any], list[float] | None]]:
-    """Return state, parameters and objectives of every trial."""
+    """Return the state, parameters and objectives of every trial."""
     return [(each["state"], each["params"], each["values"]) for each in recorded(directory)]
 
 
@@ -58,7 +58,7 @@ def states(directory: Path) -> list[str]:
 
 
 def results(directory: Path) -> dict[str, dict[str, Any]]:
-    """Return the results of the jobs by directory."""
+    """Return the result of each job by the name of its directory."""
     paths = directory.glob("*/result.json")
     return {path.parent.name: json.loads(path.read_text()) for path in paths}
 
@@ -68,7 +68,7 @@ def statuses(directory: Path) -> dict[str, str]:
 
 
 def weights(directory: Path) -> dict[str, bytes]:
-    """Return the last weights of the jobs by directory."""
+    """Return the last weights of each job by the name of its directory."""
     found = {}
     for name, result in results(directory).items():
         snapshot = directory / name / "snapshots" / f"step_{result['step']:08d}"
@@ -81,11 +81,11 @@ def starts(directory: Path) -> dict[str, int]:
 
 
 def history_lines(directory: Path) -> int:
-    """Return the number of lines in the histories of all jobs: the progress of the sweep."""
+    """Return the total number of lines in the jobs' histories, a measure of progress."""
     return sum(len(path.read_bytes().splitlines()) for path in directory.glob(f"*/{METRICS}"))
 
 
 def content(directory: Path) -> dict[str, bytes]:
-    """Return all files below a directory, by path."""
+    """Return the content of all files below a directory by path."""
     paths = [path for path in directory.rglob("*") if path.is_file()]
     return {str(path.relative_to(directory)): path.read_bytes() for path in paths}

@@ -1,4 +1,4 @@
-"""A SLURM cluster of two nodes on one machine, for real sbatch and srun."""
+"""Run a SLURM cluster with two nodes on one machine, with the real sbatch and srun."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ PartitionName=urgent Nodes=ALL PriorityTier=2
 
 
 class SlurmUnavailable(Exception):
-    """Why this machine, or this user, cannot run a cluster."""
+    """This machine or this user cannot run a cluster. The message says why."""
 
 
 class Slurm:
-    """The cluster, for the duration of a `with` block, which kills everything that it started."""
+    """The cluster. The end of the `with` block kills all processes that it started."""
 
     def __init__(self, home: Path) -> None:
         """
         Raises:
-            NoSlurm: a program is missing, or root.
+            SlurmUnavailable: A program is missing, or the user is not root.
         """
         missing = [program for program in PROGRAMS if shutil.which(program) is None]
         if sys.platform != "linux" or missing or os.geteuid() != 0:
@@ -84,7 +84,7 @@ class Slurm:
         self._stop()
 
     def call(self, *args: str, **extra: str) -> str:
-        """Run a SLURM command on this cluster; return its output."""
+        """Run a SLURM command on this cluster. Return its output."""
         done = subprocess.run(
             args, env=self.environment(**extra), capture_output=True, text=True, timeout=PATIENCE_S
         )
@@ -103,12 +103,12 @@ class Slurm:
     def submit(
         self, script: Path, cwd: Path, options: list[str], args: list[str], **extra: str
     ) -> str:
-        """Submit a batch job; return its id. Its output goes to `cwd/<id>.out`."""
+        """Submit a batch job and return its id. Its output goes to `cwd/<id>.out`."""
         options = [f"--chdir={cwd}", f"--output={cwd}/%j.out", *options]
         return self.call("sbatch", "--parsable", *options, str(script), *args, **extra).strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """Return what scontrol shows of a job: JobState, Restarts, ExitCode ..."""
+        """Return the fields that scontrol shows for a job, such as JobState and ExitCode."""
         fields = self.call("scontrol", "--oneliner", "show", "job", number).split()
         return dict(field.split("=", 1) for field in fields if "=" in field)
 
@@ -162,7 +162,7 @@ class Slurm:
         return "\n".join(path.read_text() for path in sorted(self.home.glob("*.txt")))
 
     def _stop(self) -> None:
-        """Cancel the jobs first: a slurmd that exits leaves them running."""
+        """Cancel the jobs, then stop the daemons. A slurmd that exits leaves its jobs running."""
         left = [server for server in self._servers if server.poll() is None]
         with contextlib.suppress(subprocess.SubprocessError, AssertionError):
             self.call("scancel", "--quiet", "--user=root")
@@ -181,7 +181,7 @@ class Slurm:
                 os.kill(pid, signal.SIGKILL)
 
     def _jobs(self) -> list[int]:
-        """Return the process ids that still belong to this cluster."""
+        """Return the ids of processes that still belong to jobs of this cluster."""
         marker, found = f"SLURM_CONF={self.home / 'slurm.conf'}".encode(), []
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):

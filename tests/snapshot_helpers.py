@@ -1,4 +1,4 @@
-"""Small snapshots, committed the way the ranks of a run do."""
+"""Make small snapshots, and commit them as the ranks of a run do."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ from mingpt_ddp.snapshots.write.shard_plan import share_tensors
 from mingpt_ddp.snapshots.write.store import SnapshotStore
 
 VOCABULARY = "\n abc"
-SHA256 = "5e" * 32  # of the text
+SHA256 = "5e" * 32  # stands for the hash of the text
 
 
 def digests(run: Path) -> dict[str, str]:
-    """Return the SHA-256 of the tensors of a run's newest snapshot by kind, and the losses and
-    norms that it has logged.
+    """Return the tensor hashes of a run's newest snapshot, and the losses and norms it has logged.
+
+    The hashes are SHA-256, one for each kind of tensor.
     """
     found = tensor_digests(str(run))
     rows = read_history(run / METRICS).rows
@@ -50,7 +51,7 @@ def digests(run: Path) -> dict[str, str]:
 
 
 def tensor_digests(url: str) -> dict[str, str]:
-    """Return the step and the SHA-256 of the tensors of a run's newest snapshot by kind."""
+    """Return the step of a run's newest snapshot, and its SHA-256 for each kind of tensor."""
     snapshot = load(url)
     found = {"step": str(snapshot.step)}
     for kind in ("model", "optimizer", "ema"):
@@ -62,9 +63,12 @@ def tensor_digests(url: str) -> dict[str, str]:
 
 
 def commit(store: SnapshotStore, snapshot: Snapshot, writers: int = 1) -> None:
-    """
+    """Write and commit a snapshot.
+
     Args:
-        writers: number of ranks that the tensors are sharded over, if there are enough tensors.
+        store: Where the snapshot is written.
+        snapshot: The snapshot.
+        writers: Number of ranks over which the tensors are sharded, if there are enough tensors.
     """
     store.clear(snapshot.step)
     files = {}
@@ -85,7 +89,7 @@ def commit(store: SnapshotStore, snapshot: Snapshot, writers: int = 1) -> None:
 
 
 def mend_manifest(snapshot: Path, name: str) -> None:
-    """Enter a changed file of a committed snapshot in its manifest."""
+    """Make the manifest of a committed snapshot match a file that the test has changed."""
     content = (snapshot / name).read_bytes()
     step = int(snapshot.name.removeprefix("step_"))
     files = decode_manifest((snapshot / MANIFEST).read_bytes(), step)
@@ -94,7 +98,7 @@ def mend_manifest(snapshot: Path, name: str) -> None:
 
 
 def flip_bit(snapshot: Path, name: str = "model.safetensors", bit: int = 0) -> None:
-    """Flip a bit of a tensor, and mend the manifest."""
+    """Flip a bit of a tensor, and update the manifest."""
     path = snapshot / name
     tensors = safetensors.torch.load_file(path)
     words = max(tensors.values(), key=torch.numel).view(torch.int32).flatten()
@@ -104,7 +108,7 @@ def flip_bit(snapshot: Path, name: str = "model.safetensors", bit: int = 0) -> N
 
 
 def edit_state(snapshot: Path, **changes: dict[str, Any]) -> None:
-    """Change entries of state.json, and mend the manifest."""
+    """Change entries of state.json, and update the manifest."""
     state = json.loads((snapshot / STATE).read_text())
     for key, values in changes.items():
         state[key] |= values
@@ -142,8 +146,9 @@ def _small_config() -> Config:
 
 
 def model_snapshot(step: int, **state: Any) -> Snapshot:
-    """Make a snapshot of a small model, of a run of 3 ranks; `state` replaces parts of its
-    state.json.
+    """Make a snapshot of a small model from a run on 3 ranks.
+
+    `state` replaces parts of its state.json.
     """
     config = _small_config()
     torch.manual_seed(step)
@@ -169,7 +174,7 @@ def model_snapshot(step: int, **state: Any) -> Snapshot:
 
 
 def bpe_with_special(*names: str) -> BPETokenizer:
-    """Return a BPE tokenizer with special tokens after its own."""
+    """Return a BPE tokenizer with special tokens after its other tokens."""
     values = json.loads(train_bpe(iter(["to be or not to be " * 9]), 270).json)
     size = len(values["model"]["vocab"])
     values["added_tokens"] = [
@@ -179,7 +184,7 @@ def bpe_with_special(*names: str) -> BPETokenizer:
 
 
 def random_snapshot(tokenizer: Tokenizer, *overrides: str, **state: Any) -> Snapshot:
-    """Make a snapshot of random weights, far from zero, with a context of 16 tokens.
+    """Make a snapshot of large random weights with a context of 16 tokens.
 
     `state` replaces parts of its state.json.
     """
@@ -195,7 +200,7 @@ def random_snapshot(tokenizer: Tokenizer, *overrides: str, **state: Any) -> Snap
 
 
 def filled(run: str, *snapshots: Snapshot | int) -> SnapshotStore:
-    """Commit snapshots, or those of `model_snapshot` for steps, to the run directory at a URL."""
+    """Commit snapshots to the run directory at a URL. A step stands for its `model_snapshot`."""
     store = SnapshotStore(f"{run}/snapshots")
     for each in snapshots:
         commit(store, model_snapshot(each) if isinstance(each, int) else each)

@@ -1,16 +1,16 @@
-"""Runs whose processes are held at a stage of their start, there to be killed or stopped.
+"""Hold the processes of a run at a stage, so that a test can kill or stop them there.
 
-The stages are in the order in which a local run reaches them:
+A local run reaches the stages in this order:
 
-    imports     the fork server has begun to import; no process has been forked
-    hosts       the process of the store has begun; it answers no rank
-    forked      a rank has begun, before anything else
+    imports     the fork server has begun to import, and no process has been forked
+    hosts       the store's process has begun, but does not answer ranks yet
+    forked      a rank's process has begun, and done nothing else
     connects    a rank is about to connect to the store
-    joined      a rank has left the rendezvous, before torch's process group
-    first step  a rank has done the passes of its first step
+    joined      a rank has left the rendezvous, and has not yet joined torch's process group
+    first step  a rank has done the forward and backward passes of its first step
     saving      a rank is about to write the files of a snapshot
-    complete    the result is written; the ranks still are a process group
-    exit        they are none any more, and about to end
+    complete    the result is written, and the ranks are still a process group
+    exit        the process group has been destroyed, and the ranks are about to end
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ from random_faults import processes_in, tensors
 
 TIMEOUT_S = 6
 GRACE_S = 2
-REPORT = "STAGES_REPORT"  # variable: the file to which each case adds a line of JSON
+# Environment variable: the path of a file to which each case adds a line of JSON.
+REPORT = "STAGES_REPORT"
 
 TEXT = [*SETTINGS, "snapshot.every_steps=4"]
-# Of samples, which loader processes read; nothing is imported for them, unlike for the digits.
+# A task of samples, which loader processes read. Unlike the digits, it needs no further imports.
 TOY = [
     WITH_TOY,
     "experiment=toy",
@@ -66,7 +67,7 @@ COMMANDS = {
     "spawn": [*python_main(), "ddp.nproc_per_node=2", "ddp.launcher=spawn"],
     "torchrun": torchrun(2, "--max-restarts=3"),
 }
-# As for a user: the launcher and its fork server import torch themselves, for seconds.
+# As for a user, the launcher and its fork server import torch themselves, which takes seconds.
 COMMANDS["new processes"] = COMMANDS["forkserver"]
 
 PATCHES = """
@@ -148,18 +149,21 @@ PATCHES["mingpt_ddp.snapshots.write.store"] = lambda module: before(
     module.SnapshotStore, "write_files", "saving"
 )
 """
-HOLDS_NO_RANK = ("imports", "hosts")  # stages
-AFTER_RESULT = ("complete", "exit")  # stages
+STAGES_BEFORE_RANKS = ("imports", "hosts")
+STAGES_AFTER_RESULT = ("complete", "exit")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A signal to a process at a stage of its run."""
+    """A signal that is sent to a process at a stage of its run."""
 
-    process: str  # launcher, fork server, store, rank 0, ranks (all), loader of rank 0, ...
+    process: str  # "launcher", "fork server", "store", "rank 0", "ranks" or "loader of rank 0"
     stage: str
-    signal: str  # KILL or STOP of that process; TERM or INT INT: to the launcher, it is stopped
-    expectation: str = ""  # the line that names who, as a regular expression; "": no line
+    # "KILL" or "STOP" is sent to the process. For "TERM" or "INT INT", the process is stopped, and
+    # these signals are sent to the launcher.
+    signal: str
+    # Regular expression for the error line that names the process, or "" if no line is expected.
+    expectation: str = ""
     launcher: str = "forkserver"
 
     def __str__(self) -> str:
@@ -170,29 +174,29 @@ class Case:
 
     @property
     def settings(self) -> list[str]:
-        """Those of the run; a rank has loader processes for samples only."""
+        """Settings of the run. Only a task of samples has loader processes."""
         return TOY if self.process.startswith("loader") else TEXT
 
 
 @dataclass
 class Outcome:
-    """What a case has led to: a line of the report."""
+    """The outcome of a case: a line of the report."""
 
     process: str
     stage: str
     signal: str
     launcher: str
-    seconds: float | None = None  # from the signal to the restart, or to the end
-    ended: str = "hangs"  # restart, exit N, or gone: all processes have ended
-    line: str = ""  # that says why, by the expectation if there is such a line
-    errors: list[str] = field(default_factory=list)  # all that the first attempt wrote
-    exit_code: int | None = None  # of the launcher, at the end of all
-    bits: bool | None = None  # whether the tensor files are those of the undisturbed run
-    left: list[str] = field(default_factory=list)  # processes still running after the launcher
+    seconds: float | None = None  # time from the signal to the restart, or to the end
+    ended: str = "hangs"  # "hangs", "restart", "exit N", or "gone" if all processes have ended
+    line: str = ""  # the expected error line if there is one, otherwise the last error line
+    errors: list[str] = field(default_factory=list)  # all error lines of the first attempt
+    exit_code: int | None = None  # the launcher's final exit code
+    bits: bool | None = None  # True if the tensor files equal those of the undisturbed run
+    left: list[str] = field(default_factory=list)  # processes that outlived the launcher
 
 
 class HeldJob(PausedJob):
-    """A run whose processes are held at the stage of a case."""
+    """A run whose processes are held at the stage that a case names."""
 
     def __init__(self, case: Case, cwd: Path) -> None:
         self.start = UnforkedJob if case.launcher == "new processes" else Job
@@ -203,13 +207,13 @@ class HeldJob(PausedJob):
         super().__init__(COMMANDS[case.launcher], cwd, text, *LIMITS)
 
     def wait_until_held(self) -> None:
-        """Wait until both ranks, or the process that precedes them, have reached the stage."""
-        ranks = (0,) if self.case.stage in HOLDS_NO_RANK else (0, 1)
+        """Wait until both ranks have reached the stage, or the process that starts before them."""
+        ranks = (0,) if self.case.stage in STAGES_BEFORE_RANKS else (0, 1)
         self.wait_until(self.case.stage, *ranks)
         assert "restart 1 of " not in self.job.text(), self.job.text()
 
     def processes(self) -> list[int]:
-        """Return the process ids of the case's process: of all ranks, if it is `ranks`."""
+        """Return the ids of the processes that get the signal. `ranks` stands for all ranks."""
         if self.case.process == "ranks":
             return [self.process_at(self.case.stage, rank) for rank in (0, 1)]
         return [self._process()]
@@ -220,7 +224,7 @@ class HeldJob(PausedJob):
         if name == "launcher":
             return self.job.process.pid
         if name in ("store", "fork server") and stage != "imports":
-            self.wait_until("store")  # it may be about to write its process id
+            self.wait_until("store")  # the store may not have written its process id yet
         if name == "store":
             return self.process_at("store")
         if name == "fork server":
@@ -234,7 +238,11 @@ class HeldJob(PausedJob):
         return children(rank)[0]
 
     def inject(self, number: signal.Signals) -> float:
-        """Send SIGKILL or SIGSTOP to the case's process; return when, by time.monotonic()."""
+        """Send SIGKILL or SIGSTOP to the case's processes, and wait for its effect.
+
+        Returns:
+            The time at which the signal was sent, by time.monotonic().
+        """
         pids = self.processes()
         ended = [pid for pid in pids if not is_running(pid)]
         assert not ended, f"processes {ended} have ended before the signal:\n{self.job.text()}"
@@ -251,25 +259,29 @@ class HeldJob(PausedJob):
         return sent_at
 
     def is_over(self) -> bool:
-        """Whether the launcher and all other processes of the run have ended."""
+        """Return True if the launcher and all other processes of the run have ended."""
         return self.job.process.poll() is not None and not processes_in(self.cwd)
 
     def has_restarted(self, before: set[int]) -> bool:
-        """Whether the launcher has restarted its workers, of which it had these `before`."""
+        """Return True if the launcher has restarted its workers.
+
+        Args:
+            before: Process ids of the workers before the signal.
+        """
         if self.case.launcher != "torchrun":
             return "\nrestart 1 of " in self.job.text()
         now = set(self.job.workers())
         return len(now) == len(before) and not now & before
 
     def explain(self, outcome: Outcome) -> None:
-        """Enter why the first attempt ended: all its errors, and the last one, if as expected."""
+        """Add the error lines of the first attempt to the outcome, and the line that names it."""
         first_attempt = self.job.text().partition("\nrestart 1 of ")[0]
         outcome.errors = [line for line in first_attempt.splitlines() if "error: " in line]
         named = [line for line in outcome.errors if re.search(self.case.expectation, line)]
         outcome.line = (named or outcome.errors or [""])[-1]
 
     def kill_all(self) -> None:
-        """SIGKILL what is left of the run."""
+        """SIGKILL the remaining processes of the run."""
         for pid in processes_in(self.cwd):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -281,7 +293,7 @@ def parent(pid: int) -> int:
 
 
 def state(pid: int) -> str:
-    """Return the letter of a process's state: T if it is stopped; "" once it has ended."""
+    """Return the letter of a process's state: T if it is stopped, or "" if it has ended."""
     return status(pid).get("State", "")[:1]
 
 
@@ -295,7 +307,7 @@ def describe(pid: int) -> str:
 
 
 def in_time(condition: Any, timeout: float) -> bool:
-    """Wait for a condition; return whether it holds within `timeout` seconds."""
+    """Wait for a condition. Return False if it does not hold within `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
@@ -305,15 +317,15 @@ def in_time(condition: Any, timeout: float) -> bool:
 
 
 def last_bits(cwd: Path) -> tuple[str, dict[str, bytes]]:
-    """Return the last snapshot's name, and its tensor files: those of model and optimizer."""
+    """Return the last snapshot's name, and its tensor files of the model and the optimizer."""
     run = cwd / "outputs" / "run"
     last = max(run.glob("snapshots/step_*"), default=Path("none"))
     return last.name, tensors(run) if last.exists() else {}
 
 
 def run_undisturbed(case: Case, cwd: Path) -> int:
-    """Run the command of a case without a fault; return its exit code."""
-    # bits do not depend on the launcher, and this one is the fastest
+    """Run a case without its fault. Return the exit code."""
+    # The bits do not depend on the launcher, and this launcher is the fastest.
     job = Job([*COMMANDS["forkserver"], *case.settings, "ddp.timeout_s=60"], cwd)
     code = job.wait()
     in_time(lambda: not processes_in(cwd), PATIENCE_S)

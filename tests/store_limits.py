@@ -1,4 +1,4 @@
-"""Shorter limits of object stores and leases, for tests, and the errors when they are exceeded."""
+"""Shorten the time limits of object stores and leases for tests."""
 
 from __future__ import annotations
 
@@ -26,10 +26,13 @@ def with_limits(
     lease: dict[str, float] | None = None,
     more: str = "",
 ) -> str:
-    """Return a PYTHONPATH whose sitecustomize module sets other limits in every process.
+    """Write a sitecustomize module that sets other limits in every process. Return its PYTHONPATH.
 
     Args:
-        more: code that the module begins with.
+        directory: Where the module is written.
+        remote: Limits of object stores, by the name of the constant.
+        lease: Limits of leases, by the name of the constant.
+        more: Code with which the module begins.
     """
     lines = [
         more,

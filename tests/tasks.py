@@ -1,4 +1,4 @@
-"""Tasks without files, for tests."""
+"""Make tiny tasks and models that need no files, and take steps with them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def gpt_config(**changes) -> GPTConfig:
 
 
 def trainable(model, optimizer, ema: float | None = None) -> Trainable:
-    """Return a model and its optimizer as a run trains them."""
+    """Wrap a model and its optimizer as a run does."""
     average = WeightAverage(model, ema)
     runtime = SimpleNamespace(device=torch.device("cpu"))
     return Trainable(model, optimizer, average, count_parameters(model), Actions(None, runtime))
@@ -71,15 +71,15 @@ def text_task(
 
 @dataclass(frozen=True)
 class Step:
-    """What a step of `take_step` has computed."""
+    """The values that `take_step` has computed."""
 
     losses: dict[str, Tensor]
-    grad_norm: Tensor  # before clipping
+    grad_norm: Tensor  # norm before clipping
     lr: float
 
 
 def take_step(train_step: TrainStep, step: int) -> Step:
-    """Take a step as the loop does, but without other ranks or an anomaly policy."""
+    """Take a step as the training loop does, but without other ranks or an anomaly policy."""
     losses = train_step.passes(step)
     grad_norm = train_step.clip()
     return Step(losses, grad_norm, train_step.update(step))

@@ -6,8 +6,9 @@ import sys
 
 
 def call_tool(tool, monkeypatch, capsys):
-    """Return a function that calls a tool with arguments and returns exit code, standard output and
-    standard error.
+    """Return a function that calls a tool with the given arguments.
+
+    That function returns the exit code, the standard output and the standard error.
     """
 
     def call(*args: object) -> tuple[int, str, str]:

@@ -1,8 +1,8 @@
-"""Many ranks in one process: threads that take turns, by a clock that jumps.
+"""Run many ranks in one process, as threads that take turns by a simulated clock.
 
-One thread runs at a time, until it sleeps or waits. Then the next one that is due runs, and the
-clock is set to its time. So a run of hundreds of ranks is the same every time, whatever the load of
-the machine, and takes as long as its work alone.
+One thread runs at a time, until it sleeps or waits. Then the clock jumps to the time of the next
+thread that is due, and that thread runs. So a run of hundreds of ranks does not depend on the load
+of the machine. It takes only the time of its actual work.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-BEGAN_AT = 123456.789012345  # as many digits as time.monotonic() has, for what writes it as text
+# It has as many digits as time.monotonic(), since messages contain times as text.
+BEGAN_AT = 123456.789012345
 
 
 class Stuck(RuntimeError):
-    """All ranks wait, and none of them can go on."""
+    """All ranks wait, and none of them can continue."""
 
 
 class _Task:
-    """A rank's thread."""
+    """The work of a rank, its thread and its result."""
 
     def __init__(self, rank: int, work: Callable[[], Any]) -> None:
         self.rank = rank
         self.work = work
         self.turn = threading.Semaphore(0)
-        self.pauses = 0  # tells entries of the queue from those of an earlier pause
+        self.pauses = 0  # number of pauses; an entry of the queue from an earlier pause is ignored
         self.waits_for: Hashable = None
         self.is_done = False
         self.result: Any = None
@@ -36,12 +37,13 @@ class _Task:
 
 
 class Turns:
-    """The clock, and whose turn it is."""
+    """The simulated clock, and the order in which the ranks run."""
 
     def __init__(self) -> None:
         self.now = BEGAN_AT
         self._local = threading.local()
-        self._numbers = itertools.count()  # threads that are due at the same time keep their order
+        # Numbers the entries of the queue, so that threads due at the same time keep their order.
+        self._numbers = itertools.count()
         self._due: list[tuple[float, int, _Task, int]] = []
         self._waiting: dict[Hashable, list[_Task]] = defaultdict(list)
         self._tasks: list[_Task] = []
@@ -49,16 +51,19 @@ class Turns:
 
     @property
     def rank(self) -> int:
-        """The rank of the current thread."""
+        """Rank of the current thread."""
         rank: int = self._local.task.rank
         return rank
 
     def run(self, works: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Call each in a thread of its own, in the order of ranks; return their results.
+        """Call each function in its own thread. The index of a function is its rank.
+
+        Returns:
+            The results in the order of ranks.
 
         Raises:
-            Exception: the error of the lowest rank that failed by itself.
-            Stuck: all ranks that are left wait.
+            Exception: The error of the lowest rank that failed by itself.
+            Stuck: All remaining ranks wait.
         """
         self._tasks = [_Task(rank, work) for rank, work in enumerate(works)]
         self._waiting.clear()
@@ -78,7 +83,7 @@ class Turns:
         return [task.result for task in self._tasks]
 
     def sleep(self, seconds: float) -> None:
-        """Let the others run for that time; a thread that is no rank's goes on at once."""
+        """Let the other ranks run for this time. In a thread of no rank, return at once."""
         task = getattr(self._local, "task", None)
         if task is None:
             return
@@ -86,7 +91,15 @@ class Turns:
         self._pause(task)
 
     def wait(self, topic: Hashable, until: float | None = None) -> bool:
-        """Wait for the next `notify`; return whether it came before a time of the clock."""
+        """Wait for the next `notify` of a topic.
+
+        Args:
+            topic: The topic.
+            until: Time by the simulated clock at which to stop waiting. None waits without a limit.
+
+        Returns:
+            True if the topic was notified in time.
+        """
         task: _Task = self._local.task
         task.waits_for = topic
         self._waiting[topic].append(task)
@@ -99,7 +112,7 @@ class Turns:
         return True
 
     def notify(self, topic: Hashable) -> None:
-        """Let all that wait for it run, once it is their turn."""
+        """Wake all ranks that wait for a topic. Each runs when it is its turn."""
         for task in self._waiting.pop(topic, []):
             self._schedule(task, self.now)
 
@@ -117,7 +130,7 @@ class Turns:
         while self._due:
             at, _, task, pauses = heapq.heappop(self._due)
             if task.is_done or pauses != task.pauses:
-                continue  # woken already
+                continue  # the thread was already woken
             self.now = max(self.now, at)
             task.turn.release()
             return

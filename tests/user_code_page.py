@@ -1,4 +1,4 @@
-"""The files and commands of docs/your-own-model.md."""
+"""Read the files and commands from docs/your-own-model.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAGE = (ROOT / "docs" / "your-own-model.md").read_text()
 
 
 def page_files(directory: str = "my_project") -> dict[str, str]:
-    """Return the files of a directory shown on the page, by name."""
+    """Return the files that the page shows for a directory, by name."""
     return dict(
         re.findall(rf"^`({directory}/\S+)`\n\n```\w+\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     )

@@ -293,9 +293,8 @@ def run_file(path: Path, key: str) -> None:
         # Unlike an import, `compile` writes no __pycache__ to the user's directory.
         with attribute_errors_to_user_code():
             exec(_compile(content, path), module.__dict__)
-    except (
-        BaseException
-    ):  # forget the file, so that the next job of the sweep fails in the same way
+    except BaseException:
+        # Forget the file, so that the next job of the sweep fails in the same way.
         del _files[path]
         for registration in _registrations[first:]:
             registration.remove()

@@ -94,8 +94,8 @@ def encode_header(header: Mapping[str, Any]) -> bytes:
         return check_size(encoded, MAX_HEADER_BYTES - 8)  # padding adds up to 8 bytes
     except OSError as error:
         raise SnapshotError(
-            f"a snapshot of {len(header):,} tensors could not be read again: its header {error}; "
-            "join small tensors into larger ones"
+            f"a snapshot of {len(header):,} tensors could not be read again: the header is too "
+            f"large ({error}); join small tensors into larger ones"
         ) from error
 
 

@@ -1,13 +1,14 @@
-"""Identify the code that trains: the user's loaded files, the package, and their checkouts.
+"""Identify the code that trains a run: the user's loaded files, this package, and their checkouts.
 
-Every state.json and result.json has this record:
+A checkout is a working directory of git. Every state.json and result.json has this record:
 
     {"files": {"recipe/mine.py": "3f2a91..."},
      "package": {"sha256": "91bc4d...", "commit": "0ffcaf..."},
      "commits": {"my_project": "5d1e07...-dirty"}, "patch": "code.patch", "earlier": []}
 
-The paths of the user's files are relative to the working directory. `earlier` identifies other
-versions of the user's files that have trained the run before.
+`files` has the SHA-256 of each of the user's files. Their paths are relative to the working
+directory. `commits` has the commit of each checkout, and `patch` names the file with uncommitted
+changes. `earlier` lists other versions of the user's files that have trained the run before.
 """
 
 import contextlib
@@ -36,14 +37,14 @@ from mingpt_ddp.storage.git import MAX_PATCH_BYTES, git, no_filters
 from mingpt_ddp.storage.storage import read_regular
 
 PATCH = "code.patch"
-MAX_CODE_BYTES = 1 << 24  # size of a Python file
+MAX_CODE_BYTES = 1 << 24  # size limit of a Python file
 TOO_LARGE = f"more than {MAX_PATCH_BYTES:,} bytes, not kept"
-COMMIT = re.compile("^([0-9a-f]{12})[0-9a-f]{28,52}")  # a SHA-1 or SHA-256 hash
-GIT_TIMEOUT_S = 5.0  # time limit in seconds for all commands of git together
+COMMIT = re.compile("^([0-9a-f]{12})[0-9a-f]{28,52}")  # the hash is SHA-1 or SHA-256
+GIT_TIMEOUT_S = 5.0  # time limit in seconds for all git commands in a checkout together
 READ_TIMEOUT_S = 60.0  # time limit in seconds for reading the code
-SHOWN = 5  # number of files that a message names
-LONGEST = 400  # characters of a description
-DIFF = (
+MAX_NAMED_FILES = 5  # a message names at most this many files
+MAX_DESCRIPTION_CHARS = 400
+DIFF_COMMAND = (
     "diff",
     "--no-ext-diff",
     "--no-textconv",
@@ -55,8 +56,8 @@ DIFF = (
     "HEAD",
     "--",
 )
-# The part of a patch for a binary file, which git cannot apply.
-BINARY = re.compile(rb"^Binary files .* differ$", re.MULTILINE)
+# The line that a patch has instead of the changes in a binary file. git cannot apply it.
+BINARY_DIFF = re.compile(rb"^Binary files .* differ$", re.MULTILINE)
 SECRET_NAME = re.compile(
     r"/(\.env|[._]netrc|\.npmrc|\.pgpass|\.pypirc|\.(aws|kube|ssh)/)|id_(rsa|dsa|ecdsa|ed25519)|"
     r"secret|credential|passw|(api|private)_?key|service[-_]account|kubeconfig|hf_token|"
@@ -67,26 +68,29 @@ SECRET_NAME = re.compile(
 
 @dataclass(frozen=True)
 class Code:
-    """The code of this process or of a version, and the changes in its checkouts."""
+    """The code of this process or of another version, with the uncommitted changes in it."""
 
-    record: dict[str, Any]  # without `earlier`, which depends on the run
-    patch: bytes  # b"" if nothing has changed, or if the record says why it is not kept
+    record: dict[str, Any]  # the record without `earlier`, which depends on the run
+    # The uncommitted changes. b"" if there are none, or if the record says why they are not kept.
+    patch: bytes
 
     def record_in(self, directory: Path, before: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the record of a run that trains from here on.
+        """Return the record of a run that this code trains from now on.
 
         Args:
-            directory: The run directory. The patch of an earlier start stays there.
-            before: The record in the snapshot that the run resumes from, or {}.
+            directory: The run directory. If it has the patch of an earlier start with other
+                changes, the new patch gets another name.
+            before: The record in the snapshot that the run resumes from. {} at the first start.
         """
         record = {**self.record, "earlier": []}
         if before:
             record["earlier"] = [*map(str, before.get("earlier", []))]
             changed = changed_files(before)
-            was = user_code(before)
-            if changed and was not in record["earlier"]:
-                record["earlier"].append(was)
-            # A file that an earlier attempt has imported late may not be loaded yet.
+            digest_before = user_code_digest(before)
+            if changed and digest_before not in record["earlier"]:
+                record["earlier"].append(digest_before)
+            # Keep the unchanged files of earlier attempts. If they were imported late there, this
+            # attempt may not have loaded them yet.
             same = {name: sha for name, sha in before["files"].items() if name not in changed}
             record["files"] = {**same, **record["files"]}
         if self.patch:
@@ -98,13 +102,14 @@ class Code:
 
 
 def start_reading(roots: Iterable[Path]) -> Callable[[], Code]:
-    """Read the code of this process on a thread, during the rest of a start.
+    """Start a thread that reads the code of this process. The start of the run goes on meanwhile.
 
     Args:
-        roots: The user's files that the run begins with.
+        roots: The user's files from which all other files of the user are imported.
 
     Returns:
-        A function that waits for the thread, at most READ_TIMEOUT_S: a disk may be lost.
+        A function that waits for the code and returns it. It waits at most READ_TIMEOUT_S, because
+        a disk may have stopped responding.
     """
     pool = ThreadPoolExecutor(1, "code")
     reading = pool.submit(lambda: read_code(_by_name(loaded_files(roots))))
@@ -114,9 +119,9 @@ def start_reading(roots: Iterable[Path]) -> Callable[[], Code]:
         try:
             return reading.result(READ_TIMEOUT_S)
         except TimeoutError:
-            lost = f"unknown: reading the code takes more than {READ_TIMEOUT_S:g} s"
+            why = f"unknown: reading the code takes more than {READ_TIMEOUT_S:g} s"
             package = {"sha256": "unknown", "commit": None}
-            return Code({"files": {}, "package": package, "commits": {}, "patch": lost}, b"")
+            return Code({"files": {}, "package": package, "commits": {}, "patch": why}, b"")
 
     return wait
 
@@ -126,51 +131,55 @@ def read_code(
     folders: Iterable[Path] | None = None,
     package: Path | None = None,
 ) -> Code:
-    """Add commits and uncommitted changes to the user's files and the package.
+    """Identify the user's files and the package, with their commits and uncommitted changes.
 
     Args:
         files: The SHA-256 of the user's files, by path.
-        folders: The folders of these files. None if their paths tell them.
-        package: The package in another checkout. None for the package of this process.
+        folders: The folders that hold these files. By default, they follow from the paths.
+        package: The directory of the package in another checkout. By default, the package of this
+            process.
     """
     if folders is None:
         folders = [Path(name).resolve().parent for name in files]
-    of_package = root_of(package or PACKAGE)
+    package_root = root_of(package or PACKAGE)
     commits: dict[str, str] = {}
     package_commit = None
     patch = b""
-    lost = None
-    for root in filter(None, dict.fromkeys([of_package, *map(root_of, folders)])):
+    why_no_patch = None
+    for root in filter(None, dict.fromkeys([package_root, *map(root_of, folders)])):
         name = str(root) if root.name in commits else root.name
         try:
             checkout = read_checkout(root, name)
         except (OSError, subprocess.SubprocessError):
-            continue  # there is no git, it is slow, or the checkout belongs to another user
-        if root == of_package:
+            continue  # git is missing or slow, or the checkout belongs to another user
+        if root == package_root:
             package_commit = checkout.commit
         else:
             commits[name] = checkout.commit
         patch += checkout.patch
-        lost = lost or checkout.lost
+        why_no_patch = why_no_patch or checkout.why_no_patch
     sha256 = hash_package(package) if package else _loaded_package()
     record = {
         "files": {**files},
         "package": {"sha256": sha256, "commit": package_commit},
         "commits": commits,
-        "patch": lost,
+        "patch": why_no_patch,
     }
-    return Code(record, b"" if lost else patch)
+    return Code(record, b"" if why_no_patch else patch)
 
 
 def with_loaded_files(record: Mapping[str, Any], roots: Iterable[Path]) -> dict[str, Any]:
-    """Update the record of a run of this process with the files that are loaded by now."""
+    """Add all the user's files that this process has loaded by now to the record of its run."""
     if not record:
         return {}
     return {**record, "files": {**record["files"], **_by_name(loaded_files(roots))}}
 
 
 def recorded_code(values: Any) -> dict[str, Any]:
-    """Return the record of the code in an untrusted state.json or result.json, or {}."""
+    """Return the record of the code in an untrusted state.json or result.json.
+
+    Return {} if there is no valid record.
+    """
     code = values.get("code") if isinstance(values, dict) else None
     if not isinstance(code, dict):
         return {}
@@ -184,42 +193,54 @@ def recorded_code(values: Any) -> dict[str, Any]:
 
 
 def describe(code: Mapping[str, Any]) -> str:
-    """Return `mine.py (3f2a91bc), mingpt_ddp at 0ffcaf, my_project at 5d1e07-dirty, code.patch`."""
+    """Describe the code in a record in one line.
+
+    For example: `mine.py (3f2a91bc), mingpt_ddp at 0ffcaf, my_project at 5d1e07-dirty, code.patch`.
+    """
     words = []
     if code["files"]:
-        words.append(f"{_listed(code['files'])} ({user_code(code)})")
-    words.append(f"{PACKAGE.name} at {package_of(code)}")
+        words.append(f"{_join_names(code['files'])} ({user_code_digest(code)})")
+    words.append(f"{PACKAGE.name} at {package_version(code)}")
     for name, commit in code.get("commits", {}).items():
         words.append(f"{name} at {_short(commit)}")
     if code.get("patch"):
         words.append(str(code["patch"]))
-    return " ".join(", ".join(words).split())[:LONGEST]
+    return " ".join(", ".join(words).split())[:MAX_DESCRIPTION_CHARS]
 
 
-def user_code(code: Mapping[str, Any]) -> str:
-    """Return digits that identify the content of the user's files in a record, or "" if none."""
+def user_code_digest(code: Mapping[str, Any]) -> str:
+    """Return eight hexadecimal digits that identify the content of the user's files in a record.
+
+    Return "" if there are no files.
+    """
     files = code.get("files")
     return _sha256(json.dumps(sorted(files.values())).encode())[:8] if files else ""
 
 
-def package_of(code: Mapping[str, Any]) -> str:
-    """Return the commit of the package in a record, or its SHA-256 if it is in no checkout."""
+def package_version(code: Mapping[str, Any]) -> str:
+    """Return the short hash of the package's commit in a record.
+
+    If the package was not in a checkout, return the start of its SHA-256.
+    """
     package = code["package"]
     return _short(package.get("commit") or package["sha256"][:12])
 
 
 def changed_files(code: Mapping[str, Any], now: Mapping[str, str] | None = None) -> list[str]:
-    """List the user's files in an untrusted record whose content has changed.
+    """List the user's files in an untrusted record whose content has changed since.
 
-    A file that this process has loaded counts with the content that was loaded. Any other file is
-    hashed, and not imported. A missing file has changed.
+    If this process has loaded a file, its content at that time counts. Any other file is hashed,
+    but not imported. A file that is missing has changed.
 
     Args:
-        now: The files in a current record. A file that was only renamed has not changed.
+        code: The earlier record.
+        now: The files in a current record, if there is one. A file whose content is among them has
+            only been renamed, and has not changed.
     """
     same = {*(now or {}).values()}
     files = code.get("files", {})
-    # From another working directory, a file is found by its place beside a file that is loaded.
+    # If the working directory is another one now, the recorded paths lead nowhere. Then look for a
+    # file at its place relative to a file that is loaded.
     folders = {
         (os.path.dirname(name), path.parent)
         for name, sha256 in files.items()
@@ -236,28 +257,36 @@ def changed_files(code: Mapping[str, Any], now: Mapping[str, str] | None = None)
 
 
 def describe_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Name the user's files, and the package, that differ between two records. "" if none do."""
+    """Name the files of the user that differ between two records, and the package if it differs.
+
+    Return "" if nothing differs.
+    """
     if not before or not now:
         return ""
     words = []
     if changed := changed_files(before, now["files"]):
-        words.append(_listed(changed))
+        words.append(_join_names(changed))
     if before["package"]["sha256"] != now["package"]["sha256"]:
-        words.append(f"{PACKAGE.name} at {package_of(now)} instead of {package_of(before)}")
-    return ", ".join(words)[:LONGEST]
+        words.append(
+            f"{PACKAGE.name} at {package_version(now)} instead of {package_version(before)}"
+        )
+    return ", ".join(words)[:MAX_DESCRIPTION_CHARS]
 
 
 def _by_name(files: Mapping[Path, str]) -> dict[str, str]:
+    """Return the hashes of files by their paths relative to the working directory."""
     return {os.path.relpath(path): sha256 for path, sha256 in sorted(files.items())}
 
 
-def _listed(names: Iterable[str]) -> str:
+def _join_names(names: Iterable[str]) -> str:
+    """Join file names for a message. Name at most MAX_NAMED_FILES, and count the others."""
     names = [name[:100] for name in names]
-    more = [f"{len(names) - SHOWN} more"] if len(names) > SHOWN else []
-    return ", ".join(names[:SHOWN] + more)
+    more = [f"{len(names) - MAX_NAMED_FILES} more"] if len(names) > MAX_NAMED_FILES else []
+    return ", ".join(names[:MAX_NAMED_FILES] + more)
 
 
 def _short(commit: Any) -> str:
+    """Shorten the hash of a commit to 12 digits. Keep -dirty after it."""
     return COMMIT.sub(r"\1", str(commit))
 
 
@@ -266,6 +295,10 @@ def _sha256(content: bytes) -> str:
 
 
 def _sha256_now(name: str) -> str | None:
+    """Return the SHA-256 of a Python file: of the loaded content, or of the file if not loaded.
+
+    Return None if the file is not a Python file, or cannot be read.
+    """
     if not name.endswith(".py"):
         return None
     with contextlib.suppress(OSError, ValueError):
@@ -278,21 +311,21 @@ def hash_file(path: Path) -> str:
     """Return the SHA-256 of a Python file.
 
     Raises:
-        OSError: It cannot be read, or it is too large.
+        OSError: The file cannot be read, or is larger than MAX_CODE_BYTES.
     """
     return _sha256(read_regular(path, MAX_CODE_BYTES))
 
 
 @functools.cache
 def _loaded_package() -> str:
-    """Return the SHA-256 of the package as this process has it: it is read once."""
+    """Return the SHA-256 of the package that this process runs. It is computed only once."""
     return hash_package(PACKAGE)
 
 
 def hash_package(package: Path) -> str:
-    """Return one SHA-256 of all Python files of a package."""
+    """Return one SHA-256 of all Python files in a package."""
     hashes = {}
-    # This includes conf, which may be a link.
+    # glob follows a symbolic link. The folder conf may be one.
     for name in sorted(glob("**/*.py", root_dir=package, recursive=True)):
         with contextlib.suppress(OSError):  # the file is being replaced
             hashes[name] = hash_file(package / name)
@@ -300,7 +333,10 @@ def hash_package(package: Path) -> str:
 
 
 def root_of(folder: Path) -> Path | None:
-    """Return the checkout that holds a folder. Return None if it is in none, or installed."""
+    """Return the root of the checkout that contains a folder.
+
+    Return None if there is no checkout, or if the folder belongs to an installed package.
+    """
     if INSTALLED & {*folder.parts}:
         return None
     return next((path for path in (folder, *folder.parents) if os.path.exists(path / ".git")), None)
@@ -308,45 +344,52 @@ def root_of(folder: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class Checkout:
-    """The commit of a checkout, and the patch from there to its files."""
+    """The commit of a checkout, and the uncommitted changes in it."""
 
-    commit: str  # with -dirty if tracked files have changed
+    commit: str  # hash of the commit, with -dirty if tracked files have changed since
     patch: bytes = b""
-    lost: str | None = None  # why the patch is not kept
+    why_no_patch: str | None = None  # the reason if there are changes, but the patch is not kept
 
 
 def read_checkout(root: Path, called: str) -> Checkout:
-    """Ask git for the commit of a checkout, and for the changes of its tracked files.
+    """Ask git for the commit of a checkout, and for the uncommitted changes of its tracked files.
+
+    Args:
+        root: The root of the checkout.
+        called: Name of the checkout in the patch.
 
     Raises:
-        OSError, SubprocessError: As `git`, which may refuse the checkout of another user. There
-            may also be no commit yet.
+        OSError, SubprocessError: git is missing or fails, the checkout belongs to another user, or
+            it does not have a commit yet.
     """
     deadline = time.monotonic() + GIT_TIMEOUT_S
     commit = git(root, deadline, "rev-parse", "--verify", "HEAD^{commit}").decode().strip()
     if not commit:
         raise subprocess.SubprocessError(f"{root} has no commit")
     try:
-        patch = git(root, deadline, *no_filters(root, deadline), *DIFF)
+        patch = git(root, deadline, *no_filters(root, deadline), *DIFF_COMMAND)
     except subprocess.TimeoutExpired:
-        return Checkout(commit, lost=f"git took more than {GIT_TIMEOUT_S:g} s, not kept")
+        return Checkout(commit, why_no_patch=f"git took more than {GIT_TIMEOUT_S:g} s, not kept")
     if not patch:
         return Checkout(commit)
     if len(patch) > MAX_PATCH_BYTES:
-        return Checkout(f"{commit}-dirty", lost=TOO_LARGE)
+        return Checkout(f"{commit}-dirty", why_no_patch=TOO_LARGE)
     title = f"# {called!a}, changes since {commit}\n"
     return Checkout(f"{commit}-dirty", title.encode() + _without_secrets(patch))
 
 
 def _without_secrets(patch: bytes) -> bytes:
-    """Return a patch that git applies, without files whose names mark secrets, or binary ones."""
+    """Leave out the files of a patch that may hold secrets, by their names, and binary files.
+
+    git can still apply the patch.
+    """
     kept = b""
     for part in re.split(b"^(?=diff --git )", patch, flags=re.MULTILINE):
         name = part.partition(b"\n")[0]
         if SECRET_NAME.search(name.decode(errors="replace")):
-            kept += b"# not here, as its name marks a secret: " + name + b"\n"
-        elif BINARY.search(part):
-            kept += b"# not here, as it is binary or large: " + name + b"\n"
+            kept += b"# left out, because the name suggests a secret: " + name + b"\n"
+        elif BINARY_DIFF.search(part):
+            kept += b"# left out, because the file is binary or large: " + name + b"\n"
         else:
             kept += part
     return kept

@@ -1,4 +1,4 @@
-"""Run git commands that only read a checkout."""
+"""Run git commands that only read a checkout, without trusting its configuration."""
 
 import os
 import subprocess
@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 MAX_PATCH_BYTES = 1_000_000
-# Run no program that a checkout configures. Do not lock, fetch or ask for anything.
+# With these options, git takes no locks, starts no pager, and runs no program that the checkout
+# configures.
 OPTIONS = (
     "--no-optional-locks",
     "--no-pager",
@@ -18,9 +19,11 @@ OPTIONS = (
     "-c",
     f"core.bigFileThreshold={MAX_PATCH_BYTES}",  # do not compare large files line by line
 )
+# With these variables, git does not ask for a password or fetch anything. EMPTY is used by
+# `no_filters`.
 ENVIRONMENT = {"GIT_TERMINAL_PROMPT": "0", "GIT_ALLOW_PROTOCOL": "none", "EMPTY": ""}
-# Held while git starts, so that this process does not fork meanwhile. A forked process would keep
-# git's pipes open as long as it lives, and reading git's output would not end before.
+# Held while git starts, so that this process does not fork at the same time. A process forked then
+# would inherit the pipe to git, and reading the output of git would not end before that process.
 STARTING = threading.Lock()
 os.register_at_fork(
     before=STARTING.acquire, after_in_parent=STARTING.release, after_in_child=STARTING.release
@@ -30,9 +33,13 @@ os.register_at_fork(
 def git(root: Path, deadline: float, *words: str) -> bytes:
     """Run a git command and return its output.
 
+    Args:
+        root: The root of the checkout.
+        deadline: The time.monotonic() at which the command is killed.
+
     Raises:
-        TimeoutExpired: The command takes too long.
-        OSError, CalledProcessError: The command fails.
+        TimeoutExpired: The command does not end before the deadline.
+        OSError, CalledProcessError: git is missing, or the command fails.
     """
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     with STARTING:
@@ -50,19 +57,22 @@ def git(root: Path, deadline: float, *words: str) -> bytes:
         except subprocess.TimeoutExpired:
             process.kill()
             raise
-    if process.returncode not in (0, 1):  # 1 means that there are differences
+    # git diff may return 1 if there are differences.
+    if process.returncode not in (0, 1):
         raise subprocess.CalledProcessError(process.returncode, "git")
     return output
 
 
 def no_filters(root: Path, deadline: float) -> list[str]:
-    """Return options that disable all filters that are configured for a checkout.
+    """Return options for git that disable all filters in the configuration of a checkout.
 
-    This raises the same exceptions as `git`.
+    A filter is a program that git would run on the content of files. This raises the same
+    exceptions as `git`.
     """
     options = []
     names = git(root, deadline, "config", "--list", "--name-only", "-z")
     for key in os.fsdecode(names).split("\0"):
         if key.startswith("filter."):
-            options += ["--config-env", f"{key}=EMPTY"]  # works even if the key contains "="
+            # --config-env works even if the key contains "=".
+            options += ["--config-env", f"{key}=EMPTY"]
     return options

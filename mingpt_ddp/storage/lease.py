@@ -1,9 +1,10 @@
-"""A lease on a URL: it allows only one writer at a time in an object store.
+"""A lease on a URL: it allows only one process at a time to write to an object store.
 
-Object stores have no lock that ends with its process, as flock does on a disk. The owner of a lease
-writes `owner.json` with its id and a counter, and keeps increasing the counter. Another process
-that finds the file polls it. If the counter changes, the owner is alive, otherwise the lease is
-stale. No clocks are compared.
+Object stores do not have locks that end with their process, as flock does on a disk. The owner of a
+lease therefore writes the file `owner.json` with its id and a counter, and increases the counter at
+each heartbeat. Another process that finds this file polls it. If the counter changes, the owner is
+alive. If it does not change for LEASE_TTL_S seconds, the lease is stale, and the process takes it
+over. The clocks of different machines are never compared.
 """
 
 import json
@@ -22,47 +23,54 @@ log = logging.getLogger(__name__)
 
 OWNER = "owner.json"
 HEARTBEAT_INTERVAL_S = 5.0
-# A lease without a heartbeat for this long is stale. Longer than a request with its retries.
+# A lease without a heartbeat for this long is stale. This is longer than a request with its
+# retries.
 LEASE_TTL_S = 60.0
-# Several processes may write owner.json at once. After this long, the last of them has the lease.
+# Several processes may take over a stale lease at the same time. After writing owner.json, each of
+# them waits this long, then reads it again: the last writer has the lease.
 TAKEOVER_GRACE_S = 1.0
 MAX_RECORD_BYTES = 1 << 16
 
 
 class Lease:
-    """Exclusive write access below a URL, kept by a heartbeat thread until `release`."""
+    """The exclusive right to write below a URL. A thread sends heartbeats until `release`."""
 
-    def __init__(self, storage: RemoteStorage, dead: str | None = None) -> None:
-        """Acquire the lease. This takes LEASE_TTL_S seconds if an earlier owner may be alive.
+    def __init__(self, storage: RemoteStorage, dead_owner: str | None = None) -> None:
+        """Acquire the lease.
+
+        If an earlier owner may be alive, this takes LEASE_TTL_S seconds.
 
         Args:
-            dead: Id of an earlier owner that is known to be dead.
+            dead_owner: Id of an earlier owner that is known to be dead. Do not wait for it.
 
         Raises:
-            LockedError: The owner is alive.
+            LockedError: The owner of the lease is alive.
             StorageUnavailableError: The storage does not respond.
         """
         self.storage = storage
         self.id = uuid.uuid4().hex
-        self._count = 0  # number of heartbeats sent
-        # The next record of the owner from whom this process took the lease.
+        self._heartbeats_sent = 0
+        # The record that the owner from whom this process took the lease would write next. It may
+        # still arrive: see `check`.
         self._late_record: dict[str, Any] | None = None
-        self._new_owner: str | None = None  # the owner who has taken over the lease
+        # Description of the process that has taken over the lease, once one has.
+        self._new_owner: str | None = None
         self._stopped = threading.Event()
         try:
-            self._acquire(dead)
+            self._acquire(dead_owner)
         except OSError as error:
             raise StorageUnavailableError(f"cannot use {storage.url}: {error}") from error
         self._heartbeat = threading.Thread(target=self._heartbeat_loop, name="lease", daemon=True)
         self._heartbeat.start()
 
-    def _acquire(self, dead: str | None) -> None:
+    def _acquire(self, dead_owner: str | None) -> None:
         owner = self._read()
         if owner is None and self.storage.put_if_absent(OWNER, self._record()):
             return
-        owner = owner or self._read()  # read again: a record may be damaged for a moment
+        # Read a damaged record again: another process may just be replacing it.
+        owner = owner or self._read()
         self._late_record = _next_record(owner) if owner else None
-        if owner is not None and (dead is None or owner.get("id") != dead):
+        if owner is not None and (dead_owner is None or owner.get("id") != dead_owner):
             self._wait_until_stale(owner)
         self.storage.write(OWNER, self._record())
         time.sleep(TAKEOVER_GRACE_S)
@@ -71,6 +79,11 @@ class Lease:
             raise LockedError(self.storage.url, _describe(owner))
 
     def _wait_until_stale(self, owner: dict[str, Any]) -> None:
+        """Wait for LEASE_TTL_S seconds. Raise LockedError if the owner sends a heartbeat.
+
+        Args:
+            owner: The record of the owner.
+        """
         log.info(
             "%s is locked by %s; waiting %.0f s for a heartbeat",
             self.storage.url,
@@ -86,19 +99,20 @@ class Lease:
                 return
             if current != owner:
                 raise LockedError(self.storage.url, _describe(current))
-            # A slow read is no evidence about the owner, so each read counts for at most half an
-            # interval.
+            # If a read is slow, the owner may be alive although its record has not changed. Each
+            # read therefore counts as at most half an interval of silence.
             silence += min(time.monotonic() - last_read, HEARTBEAT_INTERVAL_S / 2)
             last_read = time.monotonic()
 
     def _record(self) -> bytes:
         owner = f"process {os.getpid()} on {socket.gethostname()}"
-        # Of constant length, because RemoteStorage asks for the size, then reads so many bytes.
-        heartbeat = f"{self._count:015d}"
+        # The length must not change, because RemoteStorage first asks for the size of the file, and
+        # then reads as many bytes.
+        heartbeat = f"{self._heartbeats_sent:015d}"
         return json.dumps({"id": self.id, "owner": owner, "heartbeat": heartbeat}).encode()
 
     def _read(self) -> dict[str, Any] | None:
-        """Return the record of the owner: None if there is none, {} if it is damaged."""
+        """Read the record of the owner. Return None if there is no owner, {} if it is damaged."""
         try:
             record = json.loads(self.storage.read(OWNER, limit=MAX_RECORD_BYTES))
         except FileNotFoundError:
@@ -111,19 +125,22 @@ class Lease:
         while not self._stopped.wait(HEARTBEAT_INTERVAL_S) and self._new_owner is None:
             try:
                 self.check()
-                self._count += 1
+                self._heartbeats_sent += 1
                 self.storage.write(OWNER, self._record())
             except RunError as error:
                 log.error("%s", error)
-            except Exception as error:  # storage unavailable: the next snapshot reports it
+            except Exception as error:  # if the storage is unavailable, the next save reports it
                 log.info(
-                    "no heartbeat at %s: %s", self.storage.url, error, extra={"file_only": True}
+                    "cannot send a heartbeat to %s: %s",
+                    self.storage.url,
+                    error,
+                    extra={"file_only": True},
                 )
 
     def check(self) -> None:
         """Check that this process still holds the lease.
 
-        Suppose the old owner was suspended between this check and its heartbeat. When it wakes up,
+        An old owner may have been suspended between this check and its heartbeat. When it wakes up,
         it sends this one heartbeat, although another process has taken over the lease. The new
         owner then writes its own record again, and the old owner ends when it reads that record.
 
@@ -132,7 +149,7 @@ class Lease:
             OSError: The storage does not respond.
         """
         if self._new_owner is None:
-            # Read a damaged record again: it may be in the middle of being replaced.
+            # Read a damaged record again: another process may just be replacing it.
             owner = self._read() or self._read()
             if owner is None or owner.get("id") == self.id:
                 return
@@ -146,9 +163,10 @@ class Lease:
         )
 
     def release(self) -> None:
-        """Delete owner.json.
+        """Stop the heartbeats and delete owner.json.
 
-        If the storage is too slow, the file remains, and the next owner waits LEASE_TTL_S seconds.
+        If the storage is too slow, the file remains, and the next owner must wait LEASE_TTL_S
+        seconds.
         """
         self._stopped.set()
         thread = threading.Thread(target=self._delete, name="lease", daemon=True)
@@ -165,7 +183,7 @@ class Lease:
 
 
 class LockedError(RunError):
-    """Another process has locked a run directory or URL."""
+    """Another process has locked a run directory or a URL, and is still running."""
 
     def __init__(
         self, location: object, owner: str, advice: str = "wait for it, or choose another run.name"
@@ -176,7 +194,10 @@ class LockedError(RunError):
 
 
 def _next_record(owner: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the record of an owner after its next heartbeat. None if its record is damaged."""
+    """Return the record that an owner will write at its next heartbeat.
+
+    Return None if its current record is damaged.
+    """
     try:
         return {**owner, "heartbeat": f"{int(owner['heartbeat']) + 1:015d}"}
     except (KeyError, TypeError, ValueError):
@@ -184,4 +205,5 @@ def _next_record(owner: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _describe(owner: dict[str, Any]) -> str:
+    """Describe an owner in a message, by its untrusted record."""
     return " ".join(str(owner.get("owner", "another process")).split())[:100]

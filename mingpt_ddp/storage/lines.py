@@ -1,6 +1,7 @@
-"""Append to files of lines, and read them, within the same limits.
+"""Append lines to a file, and read the lines of a file.
 
-Reading takes bounded memory, whatever a file contains.
+Both have the same limits, so that a file which was written can be read. Because of the limits,
+reading takes little memory, whatever an untrusted file contains.
 """
 
 import os
@@ -11,14 +12,17 @@ from mingpt_ddp.storage.storage import open_regular
 from mingpt_ddp.storage.yaml_and_json import check_size
 
 MAX_LINE_BYTES = 1 << 22
-MIN_LINE_BYTES = 24  # smallest average length of a line; a run writes longer lines
+# A file may not have more lines than its size limit divided by this. A run writes longer lines.
+MIN_LINE_BYTES = 24
 
 
 def append_line(path: Path, line: bytes, limit: int) -> None:
-    """Append the whole line or nothing. First end a partial line of a killed process.
+    """Append a line to a file: either the whole line, or nothing if there is an error.
+
+    If the file ends with a partial line from a killed process, end that line first.
 
     Args:
-        limit: Largest size in bytes at which the file can be read.
+        limit: Size in bytes above which `read_lines` refuses the file.
 
     Raises:
         OSError: The disk is full, or the file would become too large to be read.
@@ -27,7 +31,7 @@ def append_line(path: Path, line: bytes, limit: int) -> None:
     with open(path, "a+b", buffering=0) as file:
         end = file.seek(0, 2)
         if end + len(line) >= limit:
-            raise OSError(f"it is full: no more than {limit:,} bytes would be read")
+            raise OSError(f"it is full: at most {limit:,} bytes can be read")
         file.seek(max(0, end - 1))
         if file.read(1) not in (b"\n", b""):
             line = b"\n" + line
@@ -42,11 +46,14 @@ def append_line(path: Path, line: bytes, limit: int) -> None:
 def read_lines(path: Path, limit: int) -> Iterator[bytes]:
     """Yield the lines of a file. The last line may be partial.
 
+    Args:
+        limit: Size limit of the file in bytes.
+
     Raises:
-        OSError: The file is not a regular file, exceeds a limit or cannot be read.
+        OSError: The path is not a regular file, or the file exceeds a limit or cannot be read.
     """
-    count = 0  # number of whole lines
-    most = limit // MIN_LINE_BYTES
+    count = 0  # number of whole lines read so far
+    max_lines = limit // MIN_LINE_BYTES
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > limit:
             raise OSError(f"{path} has more than {limit:,} bytes")
@@ -54,6 +61,6 @@ def read_lines(path: Path, limit: int) -> Iterator[bytes]:
             if len(line) > MAX_LINE_BYTES:
                 raise OSError(f"{path} has a line of more than {MAX_LINE_BYTES:,} bytes")
             count += line.endswith(b"\n")
-            if count > most:
-                raise OSError(f"{path} has more than {most:,} lines; shorten it")
+            if count > max_lines:
+                raise OSError(f"{path} has more than {max_lines:,} lines; shorten it")
             yield line.removesuffix(b"\n")

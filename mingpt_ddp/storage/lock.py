@@ -1,4 +1,4 @@
-"""Lock a local directory by flock on a file in it. The lock ends with the process."""
+"""Lock a local directory: flock a file in it. The lock ends with the process."""
 
 import contextlib
 import fcntl
@@ -19,9 +19,10 @@ from mingpt_ddp.storage.storage import open_regular
 log = logging.getLogger(__name__)
 
 LOCK = ".lock"
-LOCK_WAIT_S = 10.0  # killed processes of the last attempt may take a moment to exit
+# Wait this long for a lock, because killed processes of the last attempt take a moment to exit.
+LOCK_WAIT_S = 10.0
 POLL_S = 0.1
-LONG_WAIT_S = 5.0  # after this time, the log says what is being waited for
+LONG_WAIT_S = 5.0  # after this time, `log_if_long` logs its line
 
 
 def acquire_lock(
@@ -31,12 +32,14 @@ def acquire_lock(
     what: str = "the run directory",
     key: str = "run.root",
 ) -> IO[str]:
-    """Create a directory if needed and lock it with flock.
+    """Create a directory if it does not exist, and lock it with flock.
 
-    The lock ends when the returned file is closed, or with the process.
+    Return the open lock file. The lock ends when the file is closed, or with the process.
 
     Args:
-        what, key: Description of the directory and the setting that changes it, for messages.
+        wait_s: Time to wait for another process to unlock the directory.
+        what: Name of the directory in error messages.
+        key: The setting that chooses another directory, for error messages.
 
     Raises:
         RunError: Another process has locked the directory, or it is not writable.
@@ -54,6 +57,7 @@ def acquire_lock(
 
 
 def _wait_for(file: IO[str], directory: Path, wait_s: float) -> None:
+    """Wait for a lock. Raise LockedError if another process still holds it after `wait_s`."""
     deadline = time.monotonic() + wait_s
     for attempt in itertools.count():
         try:
@@ -70,16 +74,16 @@ def _wait_for(file: IO[str], directory: Path, wait_s: float) -> None:
 
 
 def open_lock(directory: Path, lock: Callable[[IO[str]], None]) -> IO[str]:
-    """Create a directory if needed, open the lock in it, and lock it.
+    """Create a directory if it does not exist, open its lock file, and lock the file.
 
-    Start over if the file was deleted before it was locked, because other processes would then lock
-    a new file.
+    If the file was deleted before it was locked, start again. Other processes would lock the file
+    that replaces it.
 
     Args:
         lock: Locks the open file, or raises an exception.
 
     Raises:
-        OSError: The file cannot be opened.
+        OSError: The lock file cannot be opened.
     """
     # O_NOFOLLOW: a symbolic link could lead to any file.
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -93,17 +97,17 @@ def open_lock(directory: Path, lock: Callable[[IO[str]], None]) -> IO[str]:
 
 
 def lock_now(file: IO[str]) -> None:
-    """Lock a file.
+    """Lock a file without waiting.
 
     Raises:
-        OSError: Another process has locked it, or the file system has no locks.
+        OSError: Another process has locked the file, or the file system has no locks.
     """
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @contextlib.contextmanager
 def log_if_long(line: str) -> Iterator[None]:
-    """Log a line once the body has taken a while."""
+    """Log a line if the body of the with statement takes longer than LONG_WAIT_S."""
     timer = threading.Timer(LONG_WAIT_S, log.info, ["%s", line])
     timer.daemon = True
     timer.start()
@@ -114,7 +118,10 @@ def log_if_long(line: str) -> Iterator[None]:
 
 
 def is_lock_of(directory: Path, lock: IO[str]) -> bool:
-    """Return True if an open file is the lock that other processes find in the directory."""
+    """Return True if an open file is still the lock file in the directory.
+
+    If not, another process has deleted or replaced the file, and the lock protects nothing.
+    """
     with contextlib.suppress(OSError):
         return os.path.samestat(os.fstat(lock.fileno()), os.stat(directory / LOCK))
     return False

@@ -1,4 +1,4 @@
-"""The words with which a user confirms recorded values that are not trusted."""
+"""List the command-line words with which a user confirms untrusted recorded values."""
 
 import contextlib
 import re
@@ -9,7 +9,7 @@ from mingpt_ddp.config.compose.hydra_utils import config_flags, hydra_value
 from mingpt_ddp.config.recorded import untrusted_values
 from mingpt_ddp.storage.yaml_and_json import read_yaml
 
-PLAIN = r"[\w./:+-]*[/.][\w./:+-]*[a-zA-Z]"  # a path or URL that Hydra reads without quotes
+UNQUOTED = r"[\w./:+-]*[/.][\w./:+-]*[a-zA-Z]"  # a path or URL that Hydra reads without quotes
 
 
 def confirming_words(directory: Path, recorded: dict[str, Any]) -> list[str]:
@@ -21,8 +21,8 @@ def confirming_words(directory: Path, recorded: dict[str, Any]) -> list[str]:
     untrusted = untrusted_values(recorded)
     words = []
     for key, value in untrusted.items():
-        is_plain = isinstance(value, str) and re.fullmatch(PLAIN, value)
-        words.append(f"{key}={value if is_plain else hydra_value(value)}")
+        needs_no_quotes = isinstance(value, str) and re.fullmatch(UNQUOTED, value)
+        words.append(f"{key}={value if needs_no_quotes else hydra_value(value)}")
     if any(key.endswith(".code") for key in untrusted):
         flags = ["--config-dir=DIR"]
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

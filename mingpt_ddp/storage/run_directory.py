@@ -1,4 +1,4 @@
-"""The run directory: lock, recorded configurations, result."""
+"""The run directory: lock it, and read and write the configurations and the result in it."""
 
 import contextlib
 import hashlib
@@ -22,14 +22,17 @@ from mingpt_ddp.storage.yaml_and_json import dump_json, dump_yaml, load_yaml, re
 
 RESULT = "result.json"
 SCRIPT = "script.py"  # copy of a user's script whose own loop trains the run
-SCRIPT_RECORD = "script.json"  # file name of that script, and the words of its command line
+SCRIPT_RECORD = "script.json"  # file name of the script, and the words of its command line
 MAIN_LOOP = "mingpt_ddp's main.py"  # name of the package's own loop in error messages
-# Differences in these keys do not count: one start may record null, another the name itself.
+# A difference in these keys does not count as a change of the configuration: one start may record
+# null, and another start the name itself.
 DIRECTORY_KEYS = ("run.name",)
-SWEEP = "sweep.json"  # in the directory of a sweep
-FAILURES = "failures.jsonl"  # in the directory of a sweep: reasons why jobs have failed
-JOURNAL = "study.journal"  # in the directory of a search: Optuna's journal
-HEADER = "mingpt_ddp"  # attribute of Optuna's study with the settings that all trials share
+# Files in the directory of a sweep: its settings, and the jobs that have failed.
+SWEEP = "sweep.json"
+FAILURES = "failures.jsonl"
+JOURNAL = "study.journal"  # Optuna's journal, in the directory of a search
+STUDY_ATTRIBUTE = "mingpt_ddp"  # attribute of Optuna's study: the settings that all trials share
+# Files that an atomic write leaves behind if the process is killed.
 PARTIAL_FILES = (
     ".config*.partial",
     ".code*.partial",
@@ -40,10 +43,12 @@ PARTIAL_FILES = (
     "..*.partial",
     ".hydra/.*.partial",
 )
-# A file with this prefix and 32 hexadecimal digits shows which ranks reach the snapshots.
-PROBE = "probe-"
-PROBES = (PROBE + 32 * "[0-9a-f]", f".{PROBE}*.partial")
-# Files and directories that a run writes into. A symbolic link there could lead to any file.
+# Rank zero writes a file with this prefix and 32 hexadecimal digits. The ranks that see it share a
+# storage with rank zero.
+PROBE_PREFIX = "probe-"
+PROBE_PATTERNS = (PROBE_PREFIX + 32 * "[0-9a-f]", f".{PROBE_PREFIX}*.partial")
+# Files and directories that a run writes into. A symbolic link in their place could lead to any
+# file.
 WRITTEN_INTO = (
     ".hydra",
     "main.rank*.log",
@@ -54,10 +59,10 @@ WRITTEN_INTO = (
     "tensorboard/*",
     "wandb",
 )
-WRITTEN_INTO_BY_SWEEP = ("multirun.yaml", FAILURES)  # the same for the directory of a sweep
-# The exceptions that reading a record may raise if no run has written it: records are untrusted.
-NOT_OF_A_RUN = (KeyError, TypeError, ValueError, ArithmeticError, AttributeError)
-MAX_LEASE_BYTES = 100  # size limit of the file with the id of a lease
+WRITTEN_INTO_BY_SWEEP = ("multirun.yaml", FAILURES)  # files that a sweep writes into
+# Exceptions that an untrusted record may cause if it does not have the form that a run writes.
+INVALID_RECORD_ERRORS = (KeyError, TypeError, ValueError, ArithmeticError, AttributeError)
+MAX_LEASE_BYTES = 100  # size limit of the file that records the id of a lease
 
 
 def next_free_name(job: Job) -> str:
@@ -69,10 +74,14 @@ def next_free_name(job: Job) -> str:
 
 
 def refuse_links(entries: Iterable[Path], patterns: Iterable[str]) -> None:
-    """Refuse a symbolic link in the place of a file that is written into.
+    """Refuse a symbolic link in the place of a file or directory that is written into.
+
+    Args:
+        entries: Paths of the existing files and directories.
+        patterns: Patterns of the names that are written into.
 
     Raises:
-        RunError: Names the link.
+        RunError: There is such a link. The message names it.
     """
     for entry in entries:
         if entry.is_symlink() and any(map(entry.match, patterns)):
@@ -83,9 +92,12 @@ class RunDirectory:
     """A run directory that this process has locked. Only rank zero creates this object."""
 
     def __init__(self, path: Path, wait_s: float = LOCK_WAIT_S) -> None:
-        """Create the directory if needed and lock it with flock.
+        """Create the directory if it does not exist, and lock it with flock.
 
-        Delete partial files of an owner that was killed.
+        Delete the partial files of an earlier owner that was killed.
+
+        Args:
+            wait_s: Time to wait for another process to unlock the directory.
 
         Raises:
             RunError: Another process has locked the directory, it is not writable, it belongs to a
@@ -96,10 +108,10 @@ class RunDirectory:
         if path / SWEEP in found:
             raise RunError(f"{path} is the directory of a sweep; choose another run.name")
         refuse_links(found, WRITTEN_INTO)
-        self.leases: dict[str, Lease] = {}  # on snapshots in object stores, by URL
-        self._locks: dict[Path, IO[str]] = {}
-        # Directories, locks and records of leases that were created here, each before its parent
-        # directory. They are deleted again if the start is refused.
+        self.leases: dict[str, Lease] = {}  # leases on the snapshots in object stores, by URL
+        self._locks: dict[Path, IO[str]] = {}  # open lock files, by directory
+        # The directories, locks and records of leases that this process has created. Each comes
+        # before its parent directory. They are deleted again if the start is refused.
         self._created: list[Path] = []
         try:
             self._lock(path, wait_s)
@@ -114,9 +126,10 @@ class RunDirectory:
         self._locks[path] = acquire_lock(path, wait_s, **names)
 
     def lock_snapshots(self, storage: Storage) -> None:
-        """Lock a snapshot location with flock, or with a lease if it is an object store.
+        """Lock the location of the snapshots with flock, or with a lease on an object store.
 
-        A location in the run directory is locked already. Delete the probes of a killed owner.
+        A location in the run directory is locked already. The probes of an earlier owner that was
+        killed are deleted.
 
         Raises:
             RunError: Another process has locked the location, or it is not writable.
@@ -125,8 +138,8 @@ class RunDirectory:
         if storage.has_flock:
             path = Path(storage.root)
             if not path.is_relative_to(self.path.absolute()):
-                self._lock(path, 0, what="the snapshot directory", key="path for snapshots")
-            _delete_files(path, PROBES)
+                self._lock(path, 0, what="the snapshot directory", key="snapshot.path")
+            _delete_files(path, PROBE_PATTERNS)
         elif isinstance(storage, RemoteStorage) and storage.has_lease:
             self._acquire_lease(storage)
 
@@ -135,13 +148,14 @@ class RunDirectory:
         digest = hashlib.sha256(storage.url.encode()).hexdigest()
         record = self.path / f".lease-{digest[:8]}"
         try:
-            # This process holds the run directory's lock, so the owner recorded here is dead.
-            dead = None
+            # This process holds the lock of the run directory. An owner that recorded its id here
+            # is therefore dead.
+            dead_owner = None
             if record.exists():
-                dead = read_regular(record, MAX_LEASE_BYTES).decode(errors="replace")
+                dead_owner = read_regular(record, MAX_LEASE_BYTES).decode(errors="replace")
             else:
                 self._created.insert(0, record)
-            lease = Lease(storage, dead)
+            lease = Lease(storage, dead_owner)
             self.leases[storage.url] = lease
             atomic_write(record, lease.id.encode())
         except OSError as error:
@@ -150,7 +164,7 @@ class RunDirectory:
     def check(self) -> None:
         """Check that the locked directories are still there.
 
-        After a deletion another process may lock new ones.
+        If one was deleted, another process may have created it again and locked it.
 
         Raises:
             RunError: A directory was deleted or moved. The message names it.
@@ -163,14 +177,17 @@ class RunDirectory:
                 )
 
     def release(self) -> None:
-        """Release all locks and leases. After a refused start, delete the files created here."""
+        """Release all locks and leases.
+
+        If the start was refused, delete the files that this process has created.
+        """
         for lease in self.leases.values():
             lease.release()
         for path in self._created:
             lock = self._locks.get(path.parent)
             with contextlib.suppress(OSError):
                 if path.is_dir():
-                    path.rmdir()  # fails if it holds something else
+                    path.rmdir()  # fails if the directory is not empty
                 elif path.name != LOCK or (lock and is_lock_of(path.parent, lock)):
                     path.unlink()
         for lock in self._locks.values():
@@ -183,14 +200,16 @@ class RunDirectory:
         files: dict[str, bytes] | None = None,
         private: dict[str, bytes] | None = None,
     ) -> None:
-        """Record the configuration of this start, if it is the first or differs from the last.
+        """Record the configuration of this start, and other files.
 
-        The first start writes config.yaml. Later starts write config.<n>.yaml.
+        The first start writes config.yaml. A later start writes config.<n>.yaml, but only if its
+        configuration differs from the last one.
 
         Args:
-            hydra_files: Contents of files in .hydra, by name.
-            files: Contents of other files, by name.
-            private: Contents of files that only this user may read, by name.
+            config: The configuration.
+            hydra_files: The contents of the files in .hydra, by file name.
+            files: The contents of other files, by file name.
+            private: The contents of files that only this user may read, by file name.
         """
         self._created.clear()
         for name, content in (files or {}).items():
@@ -208,7 +227,7 @@ class RunDirectory:
             _write(self.path / f"config.{number}.yaml", encoded)
 
     def clear_result(self) -> None:
-        """Delete result.json, because the run continues."""
+        """Delete result.json when the run continues, because it is no longer the result."""
         try:
             (self.path / RESULT).unlink(missing_ok=True)
         except OSError as error:
@@ -221,10 +240,11 @@ class RunDirectory:
 
 
 def check_record(config: dict[str, Any], hydra_files: Mapping[str, str]) -> None:
-    """Refuse a configuration that could not be read again once `record_start` has written it.
+    """Check that a configuration can be read again after `record_start` has written it.
 
     Args:
-        hydra_files: Content of `.hydra/` by file name.
+        config: The configuration.
+        hydra_files: The contents of the files in .hydra, by file name.
 
     Raises:
         ConfigError: The configuration is too large for its readers.
@@ -235,17 +255,17 @@ def check_record(config: dict[str, Any], hydra_files: Mapping[str, str]) -> None
             load_yaml(content)
     except ValueError as error:
         raise ConfigError(
-            f"the recorded configuration could not be read again: {error}; shorten it, as by a "
-            "directory instead of its files"
+            f"the recorded configuration could not be read again: {error}; shorten it, for example "
+            "by naming a directory instead of each file in it"
         ) from error
 
 
 def script_files(script: Path, words: Iterable[str]) -> dict[str, bytes]:
-    """Return the files that record a script whose own loop trains a run: their content by name.
+    """Return the files that record the script whose own loop trains a run: their content by name.
 
     Args:
-        script: Path of the script. In an interactive session the file does not exist, and the
-            result has no copy of it.
+        script: Path of the script. In an interactive session there is no such file, so only its
+            name is recorded.
         words: The words of the script's command line.
     """
     files = {SCRIPT_RECORD: dump_json({"name": script.name, "words": [*words]})}
@@ -255,9 +275,9 @@ def script_files(script: Path, words: Iterable[str]) -> dict[str, bytes]:
 
 
 def recorded_script(directory: Path) -> tuple[str, list[str]] | None:
-    """Return the name of the script whose own loop trained a run, and its command line's words.
+    """Return the name of the script whose own loop trained a run, and its command line as words.
 
-    Return None if the loop of main.py trained it.
+    Return None if the loop of main.py trained the run.
     """
     record = read_json(directory / SCRIPT_RECORD)
     if not record:
@@ -267,9 +287,10 @@ def recorded_script(directory: Path) -> tuple[str, list[str]] | None:
 
 
 def refuse_other_loop(directory: Path, script: Path | None = None) -> None:
-    """Refuse to train a run by another loop than before.
+    """Refuse to continue a run with another training loop than the one that has trained it so far.
 
-    A loop is known by the file name of its script. An edited script still counts as the same loop.
+    Loops are compared by the file names of their scripts. If the script was only edited, it still
+    counts as the same loop.
 
     Args:
         script: The user's script whose own loop is to train the run. None for the loop of main.py.
@@ -280,19 +301,19 @@ def refuse_other_loop(directory: Path, script: Path | None = None) -> None:
     before = recorded_script(directory)
     if before is None and (script is None or recorded_config(directory) is None):
         return
-    name = before[0] if before else MAIN_LOOP
-    now = script.name if script else MAIN_LOOP
-    if name == now:
+    loop_before = before[0] if before else MAIN_LOOP
+    loop_now = script.name if script else MAIN_LOOP
+    if loop_before == loop_now:
         return
-    again = f"run {name} again, of which {directory / SCRIPT} is a copy, or " if before else ""
+    again = f"run {loop_before} again ({directory / SCRIPT} is a copy of it), or " if before else ""
     raise ConfigError(
-        f"{directory} was trained by the loop of {name}, not by that of {now}; {again}choose "
-        "another run.name"
+        f"{directory} was trained by the loop of {loop_before}, not by the loop of {loop_now}; "
+        f"{again}choose another run.name"
     )
 
 
 def _delete_files(directory: Path, patterns: tuple[str, ...]) -> None:
-    """Delete files of a killed owner. A file that cannot be deleted does no harm."""
+    """Delete the files that a killed owner has left. A file that cannot be deleted does no harm."""
     for pattern in patterns:
         for path in directory.glob(pattern):
             with contextlib.suppress(OSError):
@@ -300,6 +321,7 @@ def _delete_files(directory: Path, patterns: tuple[str, ...]) -> None:
 
 
 def _write(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Write a file of the run atomically. Raise a RunError if that fails."""
     try:
         atomic_write(path, content, mode)
     except OSError as error:
@@ -309,16 +331,18 @@ def _write(path: Path, content: bytes, mode: int = 0o666) -> None:
 
 
 def read_result(directory: Path) -> dict[str, Any]:
-    """Return the result of the run in this directory, or {} if it cannot be read."""
+    """Return the untrusted result of the run in a directory, or {} if it cannot be read."""
     return read_json(directory / RESULT)
 
 
 def has_ended(result: dict[str, Any], recorded: dict[str, Any], config: Config) -> bool:
-    """Return True if a run is complete at the limits of `config`, or was pruned.
+    """Return True if a run has nothing left to do: it was pruned, or it is complete.
+
+    A complete run continues if `config` raises the limit that ended it.
 
     Args:
-        result: The result.json of the run, which is untrusted.
-        recorded: The configuration of its last start, which is untrusted.
+        result: The untrusted result.json of the run.
+        recorded: The untrusted configuration of the last start.
         config: The configuration of this start.
     """
     try:
@@ -330,18 +354,18 @@ def has_ended(result: dict[str, Any], recorded: dict[str, Any], config: Config) 
         if result.get("stopped_early"):
             keys.append("patience")
         for key in keys:
-            old = recorded["trainer"].get(key)  # older runs lack max_minutes
+            old = recorded["trainer"].get(key)  # max_minutes is missing in the record of older runs
             new = getattr(config.trainer, key)
-            # A limit that was null did not end the job, but any other limit may have.
+            # A limit that was null did not end the run. Any other limit may have ended it.
             if old is not None and (new is None or new > old):
                 return False
-    except NOT_OF_A_RUN:
+    except INVALID_RECORD_ERRORS:
         return False
     return True
 
 
 def _config_numbers(directory: Path) -> list[int]:
-    """Return the numbers n of the files config.<n>.yaml, sorted."""
+    """Return the numbers <n> of the files config.<n>.yaml in a directory, sorted."""
     numbers = []
     for path in directory.glob("config.*.yaml"):
         match = re.fullmatch(r"config\.(\d+)\.yaml", path.name)
@@ -351,7 +375,10 @@ def _config_numbers(directory: Path) -> list[int]:
 
 
 def recorded_config(directory: Path) -> dict[str, Any] | None:
-    """Return the configuration of the last start, from the newest config file that can be read."""
+    """Return the untrusted configuration of the last start of a run.
+
+    It is read from the newest configuration file that can be read. Return None if there is none.
+    """
     names = [f"config.{number}.yaml" for number in reversed(_config_numbers(directory))]
     for name in [*names, "config.yaml"]:
         with contextlib.suppress(OSError, ValueError):
@@ -362,13 +389,18 @@ def recorded_config(directory: Path) -> dict[str, Any] | None:
 
 
 def _has_only_groups(config: dict[str, Any]) -> bool:
+    """Return True if every value of a configuration is a group of keys."""
     return all(isinstance(group, dict) for group in config.values())
 
 
 def difference(
     old: dict[str, Any], new: dict[str, Any], ignored: tuple[str, ...] = ()
 ) -> list[str]:
-    """Return `group.key: old -> new` for every value that differs."""
+    """Describe each difference between two configurations, as `group.key: old -> new`.
+
+    Args:
+        ignored: Keys that are not compared.
+    """
     rows = changed_values(flatten(old), flatten(new), ignored)
     return [f"{key}: {before} -> {after}" for key, before, after in rows]
 
@@ -376,12 +408,20 @@ def difference(
 def changed_values(
     old: dict[str, Any], new: dict[str, Any], ignored: tuple[str, ...] = ()
 ) -> list[tuple[str, str, str]]:
-    """Return the key, the old value and the new value, as text, for every value that differs."""
+    """Return the key, the old value and the new value of each difference between configurations.
+
+    The values are returned as text.
+
+    Args:
+        old: Values by dotted key.
+        new: Values by dotted key.
+        ignored: Keys that are not compared.
+    """
     keys = [key for key in old | new if key not in ignored]
     changed = [key for key in keys if old.get(key) != new.get(key)]
     return [(key, _format(old.get(key)), _format(new.get(key))) for key in changed]
 
 
 def _format(value: Any) -> str:
-    """Format a value as in an override."""
+    """Format a value as it would be written in an override on the command line."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

@@ -1,4 +1,8 @@
-"""Read and write `sweep.json`, the settings that a sweep keeps, and `failures.jsonl`."""
+"""Read and write two files in the directory of a sweep: `sweep.json` and `failures.jsonl`.
+
+`sweep.json` holds the settings that a sweep keeps for later starts. `failures.jsonl` records which
+jobs have failed, and why.
+"""
 
 import contextlib
 import json
@@ -13,44 +17,50 @@ from mingpt_ddp.storage.run_directory import FAILURES, SWEEP
 from mingpt_ddp.storage.storage import atomic_write
 from mingpt_ddp.storage.yaml_and_json import dump_json, read_json
 
-MAX_CORES = 1 << 12  # limit for cores and threads, because the file is untrusted
+MAX_CORES = 1 << 12  # larger numbers of cores or threads in the untrusted file are ignored
 MAX_BYTES = 1 << 24  # size limit of failures.jsonl
 UNTIL_DECIDED = "until_decided"  # key in sweep.json
 
 
 @dataclass(frozen=True)
 class JobFailure:
-    """A job that has failed."""
+    """A job of a sweep that has failed, once or several times."""
 
-    label: str  # its swept overrides
-    directory: str  # name of its directory, or "" if the job failed before that was known
-    count: int
+    label: str  # the swept overrides of the job
+    directory: str  # name of the job's directory, or "" if the job failed before it was known
+    count: int  # number of failures
     reason: str  # reason of the last failure
 
 
 def recorded_metric(directory: Path) -> str | None:
     """Return the `sweep.metric` of the latest start of a sweep. None stands for the default.
 
-    The file is untrusted.
+    The value is untrusted, because it is read from sweep.json.
     """
     metric = read_json(directory / SWEEP).get("metric")
     return metric if isinstance(metric, str) and metric.strip("-") else None
 
 
 def recorded_until_decided(directory: Path) -> Any:
-    """Return the record of a comparison with until=decided, or None. The file is untrusted."""
+    """Return the untrusted record of a comparison with until=decided.
+
+    Return None if the sweep is not such a comparison.
+    """
     return read_json(directory / SWEEP).get(UNTIL_DECIDED)
 
 
 def read_failures(directory: Path) -> list[JobFailure]:
-    """Return the jobs of a sweep that have failed and not succeeded since. They are untrusted."""
+    """Return the jobs of a sweep that have failed, and have not succeeded since.
+
+    The values are untrusted, because they are read from failures.jsonl.
+    """
     return [*dict.fromkeys(_failures(directory).values())]
 
 
 def _failures(directory: Path) -> dict[str, JobFailure]:
-    """Return the failures by key. A job has all the keys that `_keys` returns.
+    """Read the failures of a sweep, by key. A job is listed under each key that `_keys` returns.
 
-    Lines that cannot be read are skipped, because a kill may leave a partial line.
+    Lines that cannot be parsed are skipped, because a killed process may leave a partial line.
     """
     failures: dict[str, JobFailure] = {}
     for record in _records(directory):
@@ -70,16 +80,20 @@ def _records(directory: Path) -> Iterator[Any]:
 def _keys(label: str, directory: str) -> list[str]:
     """Return the keys of a job: the digest at the end of its directory's name, and its label.
 
-    The label is for a job that fails before its directory is known. It is less certain than the
-    digest: the same values may be spelled in another way later, and a sweep with other fixed keys
-    may have the same labels.
+    A job that fails before its directory is known has only a label. A label is less certain than a
+    digest. The same values may be spelled differently at a later start, and a sweep with other
+    fixed keys may have the same labels.
     """
     digest = directory.rpartition("-")[2]
     return [digest, label] if digest else [label]
 
 
 def _find(label: str, directory: str, failures: dict[str, JobFailure]) -> JobFailure | None:
-    """Return the failure of a job. The label counts only if one of the two has no directory."""
+    """Return the failure of a job, or None if there is none.
+
+    A failure with the same label belongs to the job only if the directory of one of the two is not
+    known.
+    """
     for key in _keys(label, directory):
         failure = failures.get(key)
         if failure and (key != label or not (directory and failure.directory)):
@@ -88,7 +102,11 @@ def _find(label: str, directory: str, failures: dict[str, JobFailure]) -> JobFai
 
 
 def _apply(record: dict[str, Any], failures: dict[str, JobFailure]) -> None:
-    """Count a failure. A record without a reason is a success, which deletes the failures."""
+    """Update the failures by a record of failures.jsonl.
+
+    A record with a reason is one more failure of its job. A record without a reason is a success,
+    which deletes the failures of the job.
+    """
     label, directory = str(record["job"]), str(record["directory"] or "")
     count = 1
     if before := _find(label, directory, failures):
@@ -102,16 +120,18 @@ def _apply(record: dict[str, Any], failures: dict[str, JobFailure]) -> None:
 
 
 class SweepFile:
-    """The settings that a sweep keeps (metric, cores and threads of a job), and its failures.
+    """The settings that a sweep keeps for later starts, and the failures of its jobs.
 
-    The number of threads is kept, so that another number of concurrent jobs does not change the
-    last bits of results.
+    The settings are the metric, and the cores and threads of a job. The number of threads is kept
+    because the last bits of the results depend on it. It must not change with the number of
+    concurrent jobs.
     """
 
     def __init__(self, directory: Path | None) -> None:
         """
         Args:
-            directory: Directory of the sweep. None if it has none, so that nothing is kept.
+            directory: Directory of the sweep. None if the sweep does not have a directory: then
+                nothing is written.
         """
         self._directory = directory
         self._values = read_json(directory / SWEEP) if directory else {}
@@ -123,7 +143,7 @@ class SweepFile:
         return _count(self._values.get("cores"))
 
     def keep_cores(self, cores: int) -> None:
-        """Keep the number of cores of a job."""
+        """Record the number of cores of a job."""
         self._write("cores", cores)
 
     def keep_metric(self, metric: str | None) -> None:
@@ -137,7 +157,12 @@ class SweepFile:
             self._write(UNTIL_DECIDED, record)
 
     def threads(self, ranks: int, default: int) -> int:
-        """Return the threads of each rank of a job with `ranks` ranks. Record a new default."""
+        """Return the number of threads for each rank of a job.
+
+        Args:
+            ranks: Number of ranks of the job.
+            default: The number to use, and to record, if none is recorded for `ranks` yet.
+        """
         kept = self._values.get("threads")
         threads = kept if isinstance(kept, dict) else {}
         kept_threads = _count(threads.get(str(ranks)))
@@ -149,16 +174,17 @@ class SweepFile:
         """Return the failure of a job. None if it has not failed, or has succeeded since.
 
         Args:
+            label: The swept overrides of the job.
             directory: Name of the job's directory, or "" if it is not known yet.
         """
         return _find(label, directory, self._failures)
 
     def fail(self, label: str, directory: str, reason: str) -> None:
-        """Record the reason why a job has failed."""
+        """Record that a job has failed, and why."""
         self._append({"job": label, "directory": directory or None, "reason": reason})
 
     def succeed(self, label: str, directory: str) -> None:
-        """Forget the failures of a job that is now complete."""
+        """Record that a job is complete, which deletes its failures."""
         if self.failure_of(label, directory):
             self._append({"job": label, "directory": directory, "reason": None})
 
@@ -185,4 +211,5 @@ class SweepFile:
 
 
 def _count(value: Any) -> int | None:
+    """Return an untrusted number of cores or threads, or None if it is invalid."""
     return value if type(value) is int and 0 < value <= MAX_CORES else None

@@ -1,4 +1,4 @@
-"""Open the storage at a URL, and check URLs in a configuration."""
+"""Open the storage at a URL, and check the URLs in a configuration."""
 
 import glob
 import os
@@ -17,46 +17,54 @@ from mingpt_ddp.storage.remote.remote_errors import describe, redact
 from mingpt_ddp.storage.remote.s3 import S3Storage
 from mingpt_ddp.storage.storage import Storage
 
-# The storage of a protocol, if fsspec's filesystem is not enough, and how to install its library.
-STORAGES: dict[str, type[RemoteStorage]] = {"s3": S3Storage, "s3a": S3Storage}
-INSTALL = dict.fromkeys(("s3", "s3a"), "pip install 'mingpt_ddp[s3]'")
-READ_ONLY = ("http", "https")
-INSTEAD = "use a directory or an object store"
+# Protocols that need their own class. All others use RemoteStorage.
+STORAGE_CLASSES: dict[str, type[RemoteStorage]] = {"s3": S3Storage, "s3a": S3Storage}
+# How to install the library for a protocol. For other protocols, fsspec says it.
+INSTALL_ADVICE = dict.fromkeys(("s3", "s3a"), "pip install 'mingpt_ddp[s3]'")
+READ_ONLY_PROTOCOLS = ("http", "https")
+ADVICE = "use a directory or an object store"
 
 
 def check_can_open(key: str, url: str, writable: bool = False) -> None:
-    """Refuse a URL whose protocol is unknown, is not installed or needs more than a URL.
+    """Check that an installed library can open a URL. Most protocols send no request for this.
+
+    A URL is refused if its protocol is unknown or not installed, or needs settings besides the URL.
 
     Args:
-        key: the configuration key of the URL.
-        writable: refuse a protocol that is read-only too.
+        key: The configuration key of the URL.
+        writable: Also refuse a protocol that is read-only.
 
     Raises:
-        ConfigError: names `key`.
+        ConfigError: The URL is refused. The message names `key`.
     """
     has_path = "://" not in url or not url.rstrip("/").endswith(":")
     check(has_path, f"{key}={url} has no path; add one")
     for part in url.split("::"):
         protocol = split_protocol(part)[0] or "file"
-        fits = not writable or protocol not in READ_ONLY
-        check(fits, f"{key}={url}: {protocol}:// is read-only; {INSTEAD}")
-        if protocol in READ_ONLY:
-            continue  # this package requires its library, which takes 0.1 seconds to import
+        fits = not writable or protocol not in READ_ONLY_PROTOCOLS
+        check(fits, f"{key}={url}: {protocol}:// is read-only; {ADVICE}")
+        if protocol in READ_ONLY_PROTOCOLS:
+            # The library for it is always installed. Do not import it, which takes 0.1 seconds.
+            continue
         try:
             fsspec.get_filesystem_class(protocol)
             if "::" not in url:
-                with suppress(StorageUnavailableError):  # reported where the URL is used
+                with suppress(StorageUnavailableError):  # will be reported when the URL is used
                     open_storage(url, key)
         except ValueError as error:
             raise ConfigError(f"{key}={url}: no such protocol as {protocol}://") from error
         except ImportError as error:
-            # fsspec knows which package each protocol needs
-            advice = INSTALL.get(protocol, str(error))
+            # The message of fsspec names the package that the protocol needs.
+            advice = INSTALL_ADVICE.get(protocol, str(error))
             raise ConfigError(f"{key}={url}: {protocol}:// is not installed; {advice}") from error
 
 
 def check_urls(config: Config) -> None:
-    """Raise a ConfigError for a URL that no installed library can open."""
+    """Check that installed libraries can open all URLs in a configuration.
+
+    Raises:
+        ConfigError: A URL cannot be opened. The message names its key.
+    """
     path = getattr(config.data, "path", None)
     if path and not getattr(config.data, "reader", None):
         check_can_open("data.path", path)
@@ -68,10 +76,13 @@ def check_urls(config: Config) -> None:
 
 
 def check_text(config: Config) -> None:
-    """Refuse a local text that does not exist, before torch is imported.
+    """Check that the text of data.path exists, if it is a local file.
+
+    This is a quick check before torch is imported. URLs, built-in texts, glob patterns and a user's
+    reader are not checked here.
 
     Raises:
-        DataError: It names `data.path`.
+        DataError: The file does not exist. The message names `data.path`.
     """
     path = getattr(config.data, "path", None)
     if not path or getattr(config.data, "reader", None):
@@ -82,28 +93,33 @@ def check_text(config: Config) -> None:
         os.stat(fsspec.core.url_to_fs(path)[1])
     except FileNotFoundError as error:
         raise DataError(f"data.path={path}: there is no such file") from error
-    except (OSError, ValueError):  # the error is reported where the text is read
+    except (OSError, ValueError):  # will be reported when the text is read
         pass
 
 
 def open_storage(url: str, key: str = "URL") -> Storage:
-    """Return the storage at a directory or any fsspec URL; most protocols send no request yet.
+    """Open the storage at the path of a directory, or at any URL that fsspec supports.
+
+    Most protocols do not send a request yet.
+
+    Args:
+        key: The configuration key of the URL, for error messages.
 
     Raises:
-        ConfigError: its protocol needs more than a URL; the message names `key`.
-        StorageUnavailableError: its protocol sends a request, and the storage does not respond.
+        ConfigError: The protocol needs settings besides the URL. The message names `key`.
+        StorageUnavailableError: The protocol sends a request, and the storage does not respond.
     """
     url = url.rstrip("/") or url
     try:
-        # A separate instance: its cache of listings is no older than the last request made here.
+        # Create a new filesystem object. One that fsspec shares may have old listings in its cache.
         fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
     except OSError as error:
         raise StorageUnavailableError(redact(f"cannot open {url}: {describe(error)}")) from error
     except (TypeError, AttributeError, ValueError) as error:
-        # a filesystem with parameters, or a chained one
+        # The filesystem needs parameters, or must be chained to another one.
         raise ConfigError(
-            f"{key}={url}: {split_protocol(url)[0]}:// needs more than a URL; {INSTEAD}"
+            f"{key}={url}: {split_protocol(url)[0]}:// needs more than a URL; {ADVICE}"
         ) from error
     if isinstance(fs, LocalFileSystem):
         return Storage(url, root)
-    return STORAGES.get(split_protocol(url)[0], RemoteStorage)(url, root, fs)
+    return STORAGE_CLASSES.get(split_protocol(url)[0], RemoteStorage)(url, root, fs)

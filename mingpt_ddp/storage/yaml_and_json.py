@@ -1,7 +1,7 @@
-"""Records of a run as YAML and JSON: what is written can be read again.
+"""Read and write the records of a run as YAML and JSON, with limits on their size.
 
-A reader refuses what is larger than its limit, because a stranger's file must cost neither minutes
-nor gigabytes. So writers check the same limit.
+A reader refuses a file that is larger than a limit, because reading an untrusted file must not take
+minutes or gigabytes. Writers check the same limits, so that every file they write can be read.
 """
 
 import contextlib
@@ -17,32 +17,41 @@ from mingpt_ddp.errors import RunError
 from mingpt_ddp.storage.storage import read_regular
 
 MAX_YAML_BYTES = 1 << 22
-MAX_YAML_EVENTS = 100_000  # which take a second; a text of data.sources has four
+# An event is a value, or the start or end of a list or mapping. Parsing so many takes a second. An
+# entry of data.sources has four.
+MAX_YAML_EVENTS = 100_000
 MAX_YAML_DEPTH = 50  # levels of lists and mappings
 MAX_JSON_BYTES = 1 << 24
-# Long ones take a time that grows with the square of their length: 1:59:59... is in base 60.
+# The time to parse a long number grows with the square of its length, also in base 60 (1:59:59...).
 LONG_NUMBER = re.compile(r"[-+0-9_:.]{1000,}")
-YAMLLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times faster
+# The loader of libyaml is ten times as fast as the one in Python.
+YAMLLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def load_yaml(text: str | bytes) -> Any:
     """Parse one untrusted YAML document.
 
     Raises:
-        ValueError: it is not YAML, is larger than the limits, or has tags that name objects,
-            aliases (a few expand to gigabytes), deep nesting or endless numbers.
+        ValueError: The text is not YAML, exceeds a limit, is nested too deeply, or has tags that
+            name Python objects, aliases (a few can expand to gigabytes) or very long numbers.
     """
     size = len(text.encode() if isinstance(text, str) else text)
     if size > MAX_YAML_BYTES:
-        raise ValueError(f"it has {size:,} bytes, of which at most {MAX_YAML_BYTES:,} are read")
+        raise ValueError(f"it has {size:,} bytes, but at most {MAX_YAML_BYTES:,} can be read")
     try:
         _check_events(text)
         return YAMLLoader(text).get_single_data()
-    except Exception as error:  # from the scanner, or from the constructor of any type
+    except Exception as error:  # the constructor of a type may raise any exception
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
 
 
 def _check_events(text: str | bytes) -> None:
+    """Check limits while the text is parsed, before any value is constructed.
+
+    Raises:
+        ValueError: There are too many values, they are nested too deeply, a number is too long, or
+            there are aliases.
+    """
     depth = 0
     for count, event in enumerate(yaml.parse(text, Loader=YAMLLoader)):
         if isinstance(event, yaml.CollectionStartEvent):
@@ -52,9 +61,12 @@ def _check_events(text: str | bytes) -> None:
         if isinstance(event, yaml.AliasEvent) or depth > MAX_YAML_DEPTH:
             raise ValueError("it has aliases or is nested too deeply")
         if count > MAX_YAML_EVENTS:
-            raise ValueError(f"it has more than {MAX_YAML_EVENTS:,} values, begins and ends")
+            raise ValueError(
+                f"it has more than {MAX_YAML_EVENTS:,} values, and starts and ends of lists or "
+                "mappings"
+            )
         if not isinstance(event, yaml.ScalarEvent) or not event.implicit[0]:
-            continue  # quoted, so no number
+            continue  # a quoted text is not a number
         if LONG_NUMBER.fullmatch(event.value):
             raise ValueError("it has a number of more than 1,000 digits")
 
@@ -63,17 +75,17 @@ def read_yaml(path: Path) -> Any:
     """Read a YAML file.
 
     Raises:
-        OSError: it is not a regular file, is too large or cannot be read.
-        ValueError: see `load_yaml`.
+        OSError: The path is not a regular file, or the file is too large or cannot be read.
+        ValueError: `load_yaml` refuses the content.
     """
     return load_yaml(read_regular(path, MAX_YAML_BYTES))
 
 
 def dump_yaml(values: Any) -> str:
-    """Return values as YAML that `load_yaml` reads.
+    """Encode values as YAML.
 
     Raises:
-        ValueError: it would not.
+        ValueError: `load_yaml` would refuse the result, for example because it is too large.
     """
     text = str(yaml.safe_dump(values, sort_keys=False))
     load_yaml(text)
@@ -81,7 +93,7 @@ def dump_yaml(values: Any) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file; {} if there is none that can be read."""
+    """Return the object in an untrusted JSON file, or {} if no object can be read from it."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         values = json.loads(read_regular(path, MAX_JSON_BYTES))
         return values if isinstance(values, dict) else {}
@@ -89,18 +101,18 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def finite(value: Any) -> float | None:
-    """Return a number of an untrusted record as a float; None for anything else."""
-    with contextlib.suppress(OverflowError):  # an int that no float holds
+    """Return a finite number in an untrusted record as a float. Return None for any other value."""
+    with contextlib.suppress(OverflowError):  # an int may be too large for a float
         if type(value) in (int, float) and math.isfinite(value):
             return float(value)
     return None
 
 
 def dump_json(values: dict[str, Any], indent: int | None = None) -> bytes:
-    """Return values as JSON that `read_json` reads.
+    """Encode values as JSON.
 
     Raises:
-        RunError: they are too large for that.
+        RunError: The result is too large for `read_json`.
     """
     try:
         return check_size(json.dumps(values, indent=indent).encode() + b"\n", MAX_JSON_BYTES)
@@ -109,11 +121,14 @@ def dump_json(values: dict[str, Any], indent: int | None = None) -> bytes:
 
 
 def check_size(content: bytes, limit: int) -> bytes:
-    """Return the content of a file that is read up to a limit.
+    """Return the content of a file, if it is not too large for the readers of the file.
+
+    Args:
+        limit: Size in bytes above which readers refuse the file.
 
     Raises:
-        OSError: it is larger.
+        OSError: The content is larger.
     """
     if len(content) > limit:
-        raise OSError(f"it has {len(content):,} bytes, of which at most {limit:,} would be read")
+        raise OSError(f"it has {len(content):,} bytes, but at most {limit:,} can be read")
     return content

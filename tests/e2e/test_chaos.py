@@ -19,9 +19,9 @@ def test_chaos(seaweed, tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     chaos = Chaos(tmp_path, seaweed, bucket, seed=1)
     try:
-        first = chaos.go(FAULTS // 2).total
+        first = chaos.inject_up_to(FAULTS // 2).total
         chaos = Chaos(tmp_path, seaweed, bucket, seed=1)
-        report = chaos.go(FAULTS)
+        report = chaos.inject_up_to(FAULTS)
         print(report, chaos.checker)
         assert FAULTS // 2 <= first < report.total >= FAULTS
         assert len(chaos.checker.lost) >= 2, "too few faults ended an attempt"

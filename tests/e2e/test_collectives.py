@@ -126,7 +126,7 @@ def test_an_operation_that_is_named_twice_and_sizes_that_are_rounded_to_the_same
         ("factor=x", "factor=x must be a number"),
         ("all_reduc", f"all_reduc is not an operation; use {', '.join(OPERATIONS)}"),
         ("min_byte=8", "min_byte is not a key; use backend, device, min_bytes, max_bytes, "),
-        ("max_bytes=8", "it needs several ranks; start it with torchrun --nproc_per_node=3"),
+        ("max_bytes=8", "this needs several ranks; start it with torchrun --nproc_per_node=3"),
     ],
 )
 def test_errors(word, error, monkeypatch, capsys):

@@ -91,7 +91,7 @@ def test_random_faults(case, seed):
         steps = sorted(generator.sample(range(1, last), FAULTS - 4))
         moments = [None, *steps[:3], None, *steps[3:], last, last]
         try:
-            faulty.suffer(moments, deck(generator, victims), deck(generator, ends))
+            faulty.inject_faults(moments, deck(generator, victims), deck(generator, ends))
             faulty.finish()
         finally:
             print(*faulty.faults, sep="\n")

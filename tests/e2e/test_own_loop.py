@@ -202,11 +202,11 @@ def test_a_directory_belongs_to_one_loop(tmp_path):
     before = content(tmp_path / "outputs")
     second = small(tmp_path, "second.py")
     line = error_line(fail([*python, str(second)], tmp_path), "config error: ")
-    assert "trained by the loop of first.py, not by that of second.py" in line
+    assert "trained by the loop of first.py, not by the loop of second.py" in line
     assert line.endswith("or choose another run.name")
     main = [*python_main(), *overrides(), "run.root=outputs", "trainer.max_steps=6"]
     line = error_line(fail([*main, "run.name=example"], tmp_path), "config error: ")
-    assert "trained by the loop of first.py, not by that of mingpt_ddp's main.py" in line
+    assert "trained by the loop of first.py, not by the loop of mingpt_ddp's main.py" in line
     assert content(tmp_path / "outputs") == before
 
     first.write_text(first.read_text() + "# another line\n")
@@ -215,7 +215,7 @@ def test_a_directory_belongs_to_one_loop(tmp_path):
     succeed([*main, "run.name=by_main"], tmp_path)
     first.write_text(first.read_text().replace('"example"', '"by_main"'))
     line = error_line(fail([*python, str(first)], tmp_path), "config error: ")
-    assert "by_main was trained by the loop of mingpt_ddp's main.py, not by that of fir" in line
+    assert "by_main was trained by the loop of mingpt_ddp's main.py, not by the loop of fir" in line
 
 
 def test_a_sweep_does_not_take_results_of_another_loop(tmp_path):
@@ -226,7 +226,7 @@ def test_a_sweep_does_not_take_results_of_another_loop(tmp_path):
     other = with_resolve(small(tmp_path, "other.py"))
     for command in [*python, str(other)], python_main():
         line = error_line(fail([*command, *words], tmp_path), "config error: ")
-        assert "was trained by the loop of own.py, not by that of" in line
+        assert "was trained by the loop of own.py, not by the loop of" in line
     assert content(tmp_path / "outputs") == before
 
 

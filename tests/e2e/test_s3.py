@@ -96,7 +96,7 @@ def test_listings_are_never_stale(url):
 def test_a_large_file_in_parts(url, proxy, seaweed, bucket, monkeypatch):
     storage = open_storage(url)
     storage.write("file", memoryview(LARGE))
-    assert len([line for line in proxy.seen if "partNumber=" in line]) == 3
+    assert len([line for line in proxy.request_lines if "partNumber=" in line]) == 3
     assert storage.size("file") == len(LARGE)
     assert storage.read("file") == LARGE
     assert storage.read("file", limit=6 * MIB) == LARGE[: 6 * MIB]
@@ -333,7 +333,7 @@ def test_access_denied_is_reported_at_once(url, proxy):
         StorageError, match=rf"^cannot write {url}/file: AccessDenied: injected 403$"
     ):
         storage.write("file", b"x")
-    assert len(proxy.seen) == 1
+    assert len(proxy.request_lines) == 1
 
 
 @pytest.mark.parametrize("wrong", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"])

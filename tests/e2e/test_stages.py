@@ -19,7 +19,7 @@ import pytest
 from launching import PATIENCE_S
 from random_faults import processes_in
 from stages import (
-    AFTER_RESULT,
+    STAGES_AFTER_RESULT,
     Case,
     HeldJob,
     Outcome,
@@ -251,7 +251,7 @@ def check_exit_code(job: HeldJob, number: signal.Signals) -> None:
     if job.case.stage == "imports" and code == -number:  # before the launcher handles it
         return
     is_stopped_rank = job.case.process.startswith("rank")
-    may_complete = job.case.stage in AFTER_RESULT or not is_stopped_rank
+    may_complete = job.case.stage in STAGES_AFTER_RESULT or not is_stopped_rank
     assert code == 128 + number or (may_complete and code == 0), job.job.text()
 
 

@@ -52,7 +52,7 @@ def test_a_flipped_bit_is_named_before_it_is_saved_and_a_restart_undoes_it(tmp_p
     assert done.returncode == 0, done.stdout
     done = train(cwd)
     assert done.returncode == 0, done.stdout
-    named = "after step 6 rank 1 holds other bits of token_embedding.weight than rank 0; "
+    named = "after step 6 rank 1 holds different bits of token_embedding.weight than rank 0; "
     before, restarted = done.stdout.split("restart 1 of 3\n")
     assert named in before
     assert named not in restarted

@@ -19,7 +19,7 @@ from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.snapshots import format as layout
 from mingpt_ddp.snapshots.format import HOOKS, shard_name
 from mingpt_ddp.snapshots.write.store import SnapshotStore
-from mingpt_ddp.storage.run_directory import PROBE
+from mingpt_ddp.storage.run_directory import PROBE_PREFIX
 from mingpt_ddp.storage.storage import Storage
 
 # Tensors by their kind (model, optimizer, ema or hooks) and their name.
@@ -145,7 +145,7 @@ def ranks_with_same_storage(group: ProcessGroup, storage: Storage) -> list[int]:
         return [*range(group.world_size)]
 
     def write_probe() -> str:
-        name = f"{PROBE}{uuid.uuid4().hex}"
+        name = f"{PROBE_PREFIX}{uuid.uuid4().hex}"
         with contextlib.suppress(OSError):  # the next save meets the same error, and handles it
             storage.write(name, b"")
         return name

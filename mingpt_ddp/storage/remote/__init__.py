@@ -1,1 +1,1 @@
-"""Object stores."""
+"""Read and write files in object stores and on other remote filesystems."""

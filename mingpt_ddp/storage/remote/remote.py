@@ -1,9 +1,11 @@
 """Read and write files on any remote fsspec filesystem, with timeouts, retries and deadlines.
 
-A request has a timeout, an operation with all its retries a deadline. Both grow with the bytes
-transferred. Until its deadline an operation retries transient errors (5xx, throttling, resets,
-timeouts) with random exponential backoff. Permanent errors raise immediately: missing file or
-bucket, bad credentials, no permission.
+An operation consists of one request, or of several if it must be retried. Each request has a
+timeout, and the whole operation has a deadline. Both grow with the number of bytes to transfer.
+
+Until its deadline, an operation retries transient errors (5xx, throttling, resets, timeouts) with
+random exponential backoff. Permanent errors, such as a missing file or bucket, bad credentials or
+missing permissions, are raised immediately.
 """
 
 import asyncio
@@ -31,37 +33,43 @@ from mingpt_ddp.storage.storage import Content, Storage
 
 log = logging.getLogger(__name__)
 
-# Time for one request, in addition to its bytes / MIN_BANDWIDTH.
+# Time limit for one request, in addition to the time for its bytes at MIN_BANDWIDTH.
 REQUEST_TIMEOUT_S = 30.0
-# Time for one operation with all its retries, in addition to its bytes / MIN_BANDWIDTH.
+# Time limit for one operation with all its retries, in addition to the time for its bytes at
+# MIN_BANDWIDTH.
 OPERATION_DEADLINE_S = 60.0
-MIN_BANDWIDTH = 1 << 20  # bytes per second that we assume for all requests together
-# The pause before a retry, which doubles each time.
+MIN_BANDWIDTH = 1 << 20  # assumed bytes per second, for all requests together
+# The pause before the first retry. It doubles with each retry, up to the maximum.
 INITIAL_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 10.0
-# Files with more bytes are transferred in parts of this size, so that a fault costs one part.
+# Larger files are transferred in parts of this many bytes, so that a fault costs only one part.
 PART = 1 << 24
-PARALLEL = 4  # parts that are in flight, and in memory, at once
+PARALLEL = 4  # number of parts that are transferred, and in memory, at the same time
 
 PRECONDITION_FAILED_STATUS = 412
-_jitter = random.SystemRandom()  # leaves the seeded generators of a run alone
+_jitter = random.SystemRandom()  # does not change the seeded generators of a run
 
 
 def request_timeout(size: int) -> float:
-    """Return the seconds after which a request of `size` bytes times out."""
+    """Return the timeout in seconds of a request that transfers `size` bytes."""
     return REQUEST_TIMEOUT_S + PARALLEL * size / MIN_BANDWIDTH
 
 
 def _joined(parts: list[Any], size: int) -> bytes:
-    """Join the parts. If fsspec returned an exception among them, raise the first one."""
+    """Join the parts of a file. If fsspec returned exceptions among them, raise the first one.
+
+    Args:
+        size: Expected number of bytes of all parts together.
+    """
     for part in parts:
         if isinstance(part, Exception):
             raise part
     length = sum(len(part) for part in parts)
-    message = f"{length} of {size} bytes arrived; use a server with ranges"
+    message = f"{length} of {size} bytes arrived; use a server that supports range requests"
     if length < size:
         raise EOFError(message)
-    if length > size:  # a web server without ranges, so a retry would not help
+    # A web server without range requests sends the whole file. A retry would not help.
+    if length > size:
         raise ValueError(message)
     return b"".join(parts)
 
@@ -87,7 +95,7 @@ class RemoteStorage(Storage):
     def read(self, name: str, limit: int | None = None) -> bytes:
         path = self._path(name)
         size = self._info(path)["size"]
-        if size is None:  # a web server that sends no Content-Length
+        if size is None:  # a web server did not send a Content-Length
             return bytes(self._request("read", path, "cat_file", path, end=limit))
         return b"".join(self.chunks(name, size if limit is None else min(size, limit)))
 
@@ -108,10 +116,12 @@ class RemoteStorage(Storage):
     def put_if_absent(self, name: str, content: Content) -> bool:
         """Write a file atomically unless it exists. Return True if this call wrote it.
 
-        If several processes call this concurrently, one succeeds. A store without conditional
-        writes leaves a short race. Each caller must pass distinct content, for example with a
-        random id. If the response to a successful request was lost, the retry finds its own
-        content.
+        If several processes call this at the same time, only one of them succeeds. With a store
+        that does not support conditional writes, there is a short time in which several may
+        succeed.
+
+        Each caller must pass distinct content, for example with a random id. If the response to a
+        successful request is lost, the retry then recognizes its own content.
         """
         path = self._path(name)
         data = bytes(content)
@@ -125,11 +135,11 @@ class RemoteStorage(Storage):
             self._request("create", path, "pipe_file", path, data, size=len(data), **exclusive)
         except OSError as error:
             status, _ = http_status_and_code(error)
-            if status == NOT_IMPLEMENTED_STATUS:  # the store has no conditional writes
+            if status == NOT_IMPLEMENTED_STATUS:  # the store does not support conditional writes
                 self.write(name, content)
                 return True
             if isinstance(error, FileExistsError) or status == PRECONDITION_FAILED_STATUS:
-                # If the response to an earlier PUT was lost, this is our own file.
+                # If the response to an earlier PUT was lost, the file may be our own.
                 return self.read(name) == data
             raise
         return True
@@ -171,15 +181,19 @@ class RemoteStorage(Storage):
         """Call a filesystem method. Retry transient errors until the deadline.
 
         Args:
-            what, path: Verb and path for error messages.
+            what: Name of the operation in error messages: a verb.
+            path: Path of the file in error messages.
+            method: Name of the filesystem's method.
             size: Number of bytes to transfer.
-            seconds: Deadline instead of OPERATION_DEADLINE_S.
+            seconds: Time limit to use instead of OPERATION_DEADLINE_S.
 
         Raises:
-            FileNotFoundError, NotADirectoryError, FileExistsError: As the filesystem raises them.
-            StorageError: Any other error, or the deadline has passed.
+            FileNotFoundError, NotADirectoryError, FileExistsError: The filesystem has raised this
+                error.
+            StorageError: There was any other error, or the deadline has passed.
         """
-        self.fs.invalidate_cache()  # cached listings may be old, because others write here too
+        # Cached listings may be outdated, because other processes write to this storage too.
+        self.fs.invalidate_cache()
         start = time.monotonic()
         seconds = (seconds or OPERATION_DEADLINE_S) + size / MIN_BANDWIDTH
         errors = deque[Exception](maxlen=1)
@@ -193,7 +207,7 @@ class RemoteStorage(Storage):
             return await asyncio.wait_for(self._retry(call, errors), seconds)
 
         try:
-            # The timeout guards against a hanging event loop.
+            # This timeout takes effect only if the event loop hangs.
             return fsspec.asyn.sync(self.loop, operation, timeout=seconds + REQUEST_TIMEOUT_S)
         except Exception as error:
             _, code = http_status_and_code(error)
@@ -210,10 +224,10 @@ class RemoteStorage(Storage):
             raise failure from error
 
     async def _retry(self, call: Callable[[], Awaitable[Any]], errors: deque[Exception]) -> Any:
-        """Call until it succeeds or raises a permanent error. Return the result.
+        """Repeat a call until it succeeds, or raises a permanent error. Return the result.
 
         Args:
-            errors: Transient errors are appended here.
+            errors: The list to which transient errors are appended.
         """
         backoff = INITIAL_BACKOFF_S
         while True:
@@ -229,6 +243,7 @@ class RemoteStorage(Storage):
             backoff = min(2 * backoff, MAX_BACKOFF_S)
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the filesystem: directly if it is asynchronous, else on a thread."""
         if self.fs.async_impl:
             return await getattr(self.fs, f"_{method}")(*args, **kwargs)
         return await asyncio.to_thread(getattr(self.fs, method), *args, **kwargs)

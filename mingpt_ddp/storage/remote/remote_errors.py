@@ -1,9 +1,10 @@
-"""What an exception of a remote filesystem means: whether to retry, which errno, which message."""
+"""Interpret exceptions of remote filesystems: is a retry useful, which errno and message fit?"""
 
 import asyncio
 import errno
 import re
 
+# Error codes of S3 after which a retry may succeed.
 RETRY_CODES = {
     "BadDigest",
     "IncompleteBody",
@@ -27,17 +28,20 @@ PERMANENT = (
 
 
 class StorageError(OSError):
-    """An operation failed permanently or until its deadline.
+    """An operation on a remote filesystem has failed, permanently or until its deadline.
 
-    The message is one line without credentials.
+    The message is one line and does not contain credentials.
     """
 
 
 def http_status_and_code(error: BaseException) -> tuple[int | None, str | None]:
-    """Return an exception's HTTP status and the store's error code; None for what it lacks."""
+    """Return the HTTP status of an exception, and the error code of the store.
+
+    Each of them is None if the exception does not have it.
+    """
     cause: BaseException | None = error
     while cause is not None:
-        response = getattr(cause, "response", None)  # of botocore
+        response = getattr(cause, "response", None)  # an attribute of botocore's exceptions
         if isinstance(response, dict):
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
             return status, response.get("Error", {}).get("Code")
@@ -50,10 +54,10 @@ def http_status_and_code(error: BaseException) -> tuple[int | None, str | None]:
 
 
 def is_transient(error: Exception, kinds: tuple[type[Exception], ...]) -> bool:
-    """Return whether retrying the request may succeed.
+    """Return True if a retry of the request may succeed.
 
     Args:
-        kinds: exceptions that may pass, if they have no HTTP status.
+        kinds: Types of exceptions that are transient if they do not have an HTTP status.
     """
     status, code = http_status_and_code(error)
     if status is None:
@@ -64,7 +68,10 @@ def is_transient(error: Exception, kinds: tuple[type[Exception], ...]) -> bool:
 
 
 def equivalent_errno(error: Exception) -> int | None:
-    """Return the errno that a local disk would give if it were full or not writable."""
+    """Return the errno that a local disk would raise for the same cause: full, or not writable.
+
+    For any other cause, return the errno of the exception, or None if it does not have one.
+    """
     status, _ = http_status_and_code(error)
     if status == FULL_STATUS:
         return errno.ENOSPC
@@ -74,7 +81,7 @@ def equivalent_errno(error: Exception) -> int | None:
 
 
 def redact(text: str) -> str:
-    """Return at most 300 characters in one line, without passwords and signatures of URLs."""
+    """Remove passwords and signatures from the URLs in a text, and cut it to one short line."""
     line = " ".join(text.split())
     line = re.sub(r"://[^/\s]*@", "://***@", line)
     line = re.sub(r"\?[\w%.-]+=[^\s\"']*", "?***", line)
@@ -82,7 +89,7 @@ def redact(text: str) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Return the store's error code, or the exception's name, and its message."""
+    """Describe an exception by the error code of the store, or its own name, and its message."""
     if isinstance(error, (TimeoutError, asyncio.TimeoutError)) and not str(error):
         return "no response in time"
     _, code = http_status_and_code(error)

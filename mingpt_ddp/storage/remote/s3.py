@@ -1,4 +1,4 @@
-"""Read and write objects in an S3-compatible bucket, with s3fs's requests and retries."""
+"""Read and write objects in an S3-compatible bucket, with the library s3fs."""
 
 import asyncio
 from contextlib import suppress
@@ -13,8 +13,8 @@ from mingpt_ddp.storage.storage import Content
 class S3Storage(RemoteStorage):
     """A directory in an existing bucket. No request creates a bucket.
 
-    s3fs retries transient errors of each request. If that is not enough, or if s3fs does not retry,
-    we retry the whole operation.
+    s3fs itself retries requests after some transient errors. If that does not help, or if s3fs does
+    not retry, this class retries the whole operation.
     """
 
     def __init__(self, url: str, root: str, fs: Any) -> None:
@@ -26,16 +26,20 @@ class S3Storage(RemoteStorage):
         self.transient += (EndpointError, *S3_RETRYABLE_ERRORS)
 
         class Session(AIOHTTPSession):
-            """Time out each request. The timeouts of aiohttp and botocore do not cover sending."""
+            """An HTTP session that times out each request, also while its content is being sent.
+
+            The timeouts of aiohttp and botocore do not cover sending.
+            """
 
             async def send(self, request: Any) -> Any:
                 size = int(request.headers.get("Content-Length", remote.PART))
                 return await asyncio.wait_for(super().send(request), remote.request_timeout(size))
 
-        # Few retries, so that an outage surfaces soon. botocore retries 500, 502 and 504.
+        # Let botocore and s3fs retry only a few times, so that our own retries notice an outage
+        # soon. botocore retries after status 500, 502 and 504.
         fs.config_kwargs |= {"http_session_cls": Session, "retries": {"max_attempts": 1}}
-        # Some servers (rclone) send the checksum of the whole object with each part. The manifest
-        # has SHA-256 hashes anyway.
+        # Do not check the checksums in responses: some servers (rclone) send the checksum of the
+        # whole object with each part. The manifest of a snapshot has SHA-256 hashes anyway.
         fs.config_kwargs |= {"response_checksum_validation": "when_required"}
         fs.retries = 3
         fs.max_concurrency = remote.PARALLEL
@@ -52,11 +56,11 @@ class S3Storage(RemoteStorage):
         try:
             send()
         except FileNotFoundError:
-            # The upload or the response to its completion was lost, so upload it again.
+            # The upload was lost, or the response to its completion. Upload the file again.
             send()
         finally:
             if isinstance(sliced, _Parts):
-                self._abort_uploads(path)  # cancelled attempts leave uploads behind
+                self._abort_uploads(path)  # a cancelled attempt leaves an unfinished upload
 
     def delete(self, name: str) -> None:
         """Delete objects one by one, because a bulk delete reports no failures."""
@@ -64,7 +68,7 @@ class S3Storage(RemoteStorage):
         for file in self._request("delete", path, "find", path):
             self._request("delete", file, "rm_file", file)
         bucket, key, _ = self.fs.split_path(path)
-        # SeaweedFS would keep listing an empty directory.
+        # Without this request, SeaweedFS would go on listing the empty directory.
         self._request("delete", path, "call_s3", "delete_object", Bucket=bucket, Key=f"{key}/")
         self._abort_uploads(path)
 
@@ -76,7 +80,7 @@ class S3Storage(RemoteStorage):
         """
         bucket, key, _ = self.fs.split_path(path)
         request = partial(self._request, "abort uploads of", path, seconds=remote.REQUEST_TIMEOUT_S)
-        with suppress(OSError):  # listing uploads needs a permission that may be missing
+        with suppress(OSError):  # the permission to list uploads may be missing
             listed = request("call_s3", "list_multipart_uploads", Bucket=bucket, Prefix=key)
             for upload in listed.get("Uploads", []):
                 if f"{upload['Key']}/".startswith(f"{key}/"):
@@ -84,7 +88,10 @@ class S3Storage(RemoteStorage):
 
 
 class _Parts:
-    """Content that is copied one part at a time, when s3fs slices it for a request."""
+    """Content that is copied in parts: s3fs slices it once for each request.
+
+    This saves a copy of the whole content.
+    """
 
     def __init__(self, content: memoryview) -> None:
         self._content = content

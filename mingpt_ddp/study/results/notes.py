@@ -4,7 +4,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from mingpt_ddp.config.config import effect_of
 from mingpt_ddp.errors import counted
-from mingpt_ddp.storage.code_identity import PACKAGE, package_of, recorded_code
+from mingpt_ddp.storage.code_identity import PACKAGE, package_version, recorded_code
 from mingpt_ddp.study.results.formats import cut
 from mingpt_ddp.study.results.groups import (
     SEED,
@@ -92,7 +92,7 @@ def _code_notes(jobs: list[RunRecord]) -> list[str]:
     contents = dict[str, set[str]]()
     packages = dict[str, str]()  # by SHA-256
     for record in filter(None, [recorded_code(job.result) for job in jobs]):
-        packages[record["package"]["sha256"]] = package_of(record)
+        packages[record["package"]["sha256"]] = package_version(record)
         for name, sha256 in record["files"].items():
             contents.setdefault(name, set()).add(sha256)
     notes = []

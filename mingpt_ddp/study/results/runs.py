@@ -18,7 +18,7 @@ from mingpt_ddp.config.recorded import PLACES, with_defaults
 from mingpt_ddp.config.validation import hint_at
 from mingpt_ddp.errors import DataError, RunError
 from mingpt_ddp.metrics.jsonl import METRICS, MetricsHistory, read_history
-from mingpt_ddp.storage.code_identity import changed_files, recorded_code, user_code
+from mingpt_ddp.storage.code_identity import changed_files, recorded_code, user_code_digest
 from mingpt_ddp.storage.run_directory import RESULT, read_result, recorded_config
 from mingpt_ddp.storage.storage import open_regular
 from mingpt_ddp.storage.sweep_file import recorded_metric
@@ -122,7 +122,7 @@ class RunRecord:
         """Digits that identify the versions of the user's files that trained the job. May be ""."""
         record = recorded_code(self.result)
         earlier = [str(each)[:8] for each in record.get("earlier", [])]
-        return "+".join(filter(None, [*earlier, user_code(record)]))
+        return "+".join(filter(None, [*earlier, user_code_digest(record)]))
 
 
 def read_jobs(

@@ -3,7 +3,7 @@
 from mingpt_ddp.config.config import named_values
 from mingpt_ddp.config.job import Job, existing_name
 from mingpt_ddp.storage.run_directory import (
-    NOT_OF_A_RUN,
+    INVALID_RECORD_ERRORS,
     has_ended,
     read_result,
     recorded_config,
@@ -48,5 +48,5 @@ def final_value(job: Job, objective: Objective) -> float | None:
         if named_values(recorded) != named_values(config.to_dict()):
             return None
         return None if finite(result["val_loss"]) is None else objective.value(result)
-    except NOT_OF_A_RUN:
+    except INVALID_RECORD_ERRORS:
         return None

@@ -1,4 +1,4 @@
-"""docs/configuration.md and --help agree with the schema."""
+"""docs/configuration.md and --help agree with the schema of the configuration."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_help_has_every_key_with_unit_default_and_meaning(tmp_path):
             assert field.metadata["description"] in line or len(classes) > 1
     assert (
         "  trainer.log_every=10                   Interval between log lines. "
-        "(whole number >= 1, in steps)"
+        "(steps: whole number >= 1)"
     ) in lines
     assert (
         "  optimizer.betas=[0.9, 0.99]            Decay per step of the first and the second "

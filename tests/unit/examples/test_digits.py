@@ -118,7 +118,11 @@ IMAGES, LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
             idx(np.full(10, 10, np.uint8)),
             "t10k-labels .* has the label 10, not 0",
         ),
-        (f"t10k-{IMAGES}", idx(np.zeros((10, 9, 9), np.uint8)), r"are \(28, 28\) and \(9, 9\)"),
+        (
+            f"t10k-{IMAGES}",
+            idx(np.zeros((10, 9, 9), np.uint8)),
+            r"two sizes, \(28, 28\) and \(9, 9\)",
+        ),
         (f"t10k-{IMAGES}", idx(np.zeros((0, 28, 28), np.uint8)), "has 0 images and 10 labels"),
     ],
 )

@@ -49,4 +49,4 @@ def test_a_full_ledger_can_be_read(tmp_path, log_lines, monkeypatch):
         ledger.append(step, HASHES, "c" * 64)
     assert [*ledger.read()] == [1, 2, 3]
     [line] = log_lines
-    assert "it is full: no more than 1,000 bytes" in line
+    assert "it is full: at most 1,000 bytes" in line

@@ -414,9 +414,7 @@ def test_weights_that_are_no_numbers_to_train_from(form, kind, source, texts, tm
     tensors = load_file(directory / "model.safetensors")
     name = next(name for name in sorted(tensors) if "c_fc.weight" in name or "up.weight" in name)
     save_file({**tensors, name: bad_weight(kind, tensors[name])}, directory / "model.safetensors")
-    message = (
-        "cannot be used: .*not finite|has whole numbers|do not fit the model: .* in (int64|bool)"
-    )
+    message = "cannot be used: .*not finite|has whole numbers|fit the model: .* type (int64|bool)"
     refused(tmp_path, texts / "first.txt", directory, message, kind=SnapshotError)
 
 
@@ -500,10 +498,10 @@ def test_a_gpt2_without_transformers(texts, tmp_path):
         ),
         ({"n_inner": 5}, "n_inner is 5, but must be 4 n_embd = 48"),
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon is 1e-06, but must be 1e-05"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings is False, not True"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings is False, but must be True"),
         (
             {"scale_attn_by_inverse_layer_idx": True},
-            "scale_attn_by_inverse_layer_idx is True, not False",
+            "scale_attn_by_inverse_layer_idx is True, but must be False",
         ),
         ({"n_positions": -1}, "vocabulary size and context length are"),
         ({"n_layer": 9999}, "n_layer is 9999, but there are"),

@@ -28,7 +28,7 @@ from mingpt_ddp.storage.code_identity import (
     read_code,
     recorded_code,
     start_reading,
-    user_code,
+    user_code_digest,
     with_loaded_files,
 )
 from mingpt_ddp.storage.git import MAX_PATCH_BYTES
@@ -199,11 +199,11 @@ def test_other_code_that_has_trained_the_run_before_is_kept(tmp_path, monkeypatc
         same = read(files={"a.py": "2"}).record_in(tmp_path, unchanged)
         assert same["earlier"] == [] and same["files"]["a.py"] == "2"
     other = read(files={"a.py": "2"}).record_in(tmp_path, before)
-    assert other["earlier"] == [user_code(before)]
+    assert other["earlier"] == [user_code_digest(before)]
     assert other["files"] == {"a.py": "2", "late.py": sha256("a hook imports it")}
     write(tmp_path, "late.py", "edited")
     again = read(files={"a.py": "2"}).record_in(tmp_path, other)
-    assert again["earlier"] == [user_code(before), user_code(other)]
+    assert again["earlier"] == [user_code_digest(before), user_code_digest(other)]
     assert again["files"] == {"a.py": "2"}
 
 
@@ -237,7 +237,9 @@ def test_the_patch_leads_from_the_commit_to_the_tracked_files(checkout, tmp_path
     git(copy, "apply", "../code.patch")
     for name in ("mine.py", "bytes.py"):
         assert (copy / name).read_bytes() == (checkout / name).read_bytes()
-    assert b"# not here, as it is binary or large: diff --git a/picture.png" in dirty.patch
+    assert (
+        b"# left out, because the file is binary or large: diff --git a/picture.png" in dirty.patch
+    )
     assert b"untracked" not in dirty.patch
 
 
@@ -257,7 +259,9 @@ def test_a_file_whose_name_marks_a_secret_is_named_alone(checkout):
     write(checkout, "mine.py", "x = 2\n")
     git(checkout, "remote", "add", "origin", "https://me:hunter33@host/project")
     patch = read(checkout).patch.decode()
-    named = re.findall("# not here, as its name marks a secret: diff --git a/(.*) b/.*\n", patch)
+    named = re.findall(
+        "# left out, because the name suggests a secret: diff --git a/(.*) b/.*\n", patch
+    )
     assert sorted(named) == sorted(SECRETS)
     assert "hunter" not in patch and "+x = 2" in patch
 
@@ -274,7 +278,8 @@ def test_a_patch_above_the_limit_is_not_kept_and_a_larger_file_is_named(checkout
     for name in ("mine.py", "b.py"):
         write(checkout, name, "y = 1\n" * MAX_PATCH_BYTES)
     assert (
-        b"# not here, as it is binary or large: diff --git a/b.py b/b.py\n" in read(checkout).patch
+        b"# left out, because the file is binary or large: diff --git a/b.py b/b.py\n"
+        in read(checkout).patch
     )
 
 

@@ -29,7 +29,7 @@ LINE = b"0123456789" * 2 + b"012"
 
 def test_a_file_is_read_up_to_what_was_written(path):
     limit = 100
-    with pytest.raises(OSError, match=r"it is full: no more than 100 bytes"):
+    with pytest.raises(OSError, match=r"it is full: at most 100 bytes"):
         for _ in range(100):
             append_line(path, LINE + b"\n", limit)
     assert path.stat().st_size == 96

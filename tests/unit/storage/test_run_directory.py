@@ -313,7 +313,7 @@ def test_another_loop_is_refused(before, now, directory):
     with pytest.raises(ConfigError) as refused:
         refuse_other_loop(directory.path, now)
     names = [each.name if each else "mingpt_ddp's main.py" for each in (before, now)]
-    assert f"by the loop of {names[0]}, not by that of {names[1]}; " in str(refused.value)
+    assert f"by the loop of {names[0]}, not by the loop of {names[1]}; " in str(refused.value)
     assert str(refused.value).endswith("choose another run.name")
 
 

@@ -339,7 +339,7 @@ def test_more_bytes_than_asked_for_are_an_error_at_once(unsteady):
     """A web server without ranges sends the whole file; a shortfall is transient."""
     unsteady.write("file", b"x" * 100)
     unsteady.fs.answers = [b"x", b"x" * 100, b"x" * 10]
-    message = "ValueError: 100 of 10 bytes arrived; use a server with ranges"
+    message = "ValueError: 100 of 10 bytes arrived; use a server that supports range requests"
     with pytest.raises(StorageError, match=message):
         unsteady.read("file", limit=10)
     assert unsteady.read("file", limit=10) == b"x" * 10

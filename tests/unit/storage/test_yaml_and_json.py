@@ -63,7 +63,7 @@ def test_json_ends_at_its_limit(tmp_path):
     assert len(content) == MAX_JSON_BYTES
     is_same = read_json(tmp_path / "a.json") == largest
     assert is_same
-    with pytest.raises(RunError, match=r"cannot record a: it has 16,777,217 bytes, of which at"):
+    with pytest.raises(RunError, match=r"cannot record a: it has 16,777,217 bytes, but at most"):
         dump_json({"a": largest["a"] + "x"})
     (tmp_path / "a.json").write_bytes(content + b"\n")
     is_empty = read_json(tmp_path / "a.json") == {}

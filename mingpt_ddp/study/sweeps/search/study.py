@@ -11,7 +11,7 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.job import RunStatus
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.errors import ConfigError, RunError, counted, reason
-from mingpt_ddp.storage.run_directory import HEADER, JOURNAL, RESULT, read_result
+from mingpt_ddp.storage.run_directory import JOURNAL, RESULT, STUDY_ATTRIBUTE, read_result
 from mingpt_ddp.storage.storage import open_regular
 from mingpt_ddp.storage.yaml_and_json import finite
 from mingpt_ddp.study.results.objective import Objective, objective_named
@@ -72,10 +72,10 @@ class Study:
             self._study.pruner = pruner(config)
             self._study.sampler = optuna.samplers.RandomSampler()  # not used, see `_draw`
         self._study_id = self._storage.get_study_id_from_name(self._study.study_name)
-        known = self._study.user_attrs.get(HEADER)
+        known = self._study.user_attrs.get(STUDY_ATTRIBUTE)
         if known is None:
             with self._writing():
-                self._study.set_user_attr(HEADER, header)
+                self._study.set_user_attr(STUDY_ATTRIBUTE, header)
         else:
             _check_same_search(known, json.loads(json.dumps(header)))
         self._check_trials()
@@ -199,9 +199,9 @@ class Study:
             # The directory may have been renamed since, so ask the journal for the name.
             (name,) = [study.study_name for study in storage.get_all_studies()]
             study = optuna.load_study(study_name=name, storage=storage)
-            if study.get_trials(deepcopy=False) and HEADER not in study.user_attrs:
+            if study.get_trials(deepcopy=False) and STUDY_ATTRIBUTE not in study.user_attrs:
                 raise ValueError("another program has written the trials")
-            if type(study.user_attrs.get(HEADER, {})) is not dict:
+            if type(study.user_attrs.get(STUDY_ATTRIBUTE, {})) is not dict:
                 raise ValueError("the header is not a mapping")
         except ConfigError:
             raise
