@@ -61,7 +61,7 @@ def test_a_sweep_says_that_its_results_are_of_old_code(project):
     assert code == 0 and text.count("already complete, validation loss") == 4
     assert text.count(f"{FILE} has changed since complete jobs were trained") == 1, text
     assert text.count("complete, old code") == 2, "both settings of the table"
-    assert f"note: old code: results from before the last change of {FILE}" in text
+    assert f"note: old code: some results are from before the last change of {FILE}" in text
     again = call(tool("report", "outputs/lr"), project, separate=True)
     assert again.stdout.count("complete, old code") == 2, "right after the edit too"
     assert sorted(project.glob("outputs/lr/*/result.json")) == results

@@ -74,7 +74,7 @@ def test_killed_between_two_jobs_it_goes_on_and_says_what_the_change_does(tmp_pa
     )
     assert table[0] == "compared by validation loss, in nats per token"
     assert better.startswith("HEAD is better than . by ") and "2 and 2 seeds" in better
-    assert speed.startswith(". against HEAD, speed: a step ")
+    assert speed.startswith(". against HEAD, speed: a step is ")
     assert bits == ". against HEAD: different bits, first seen at step 2 with seed 1, 2"
     (verdict,) = (project / "outputs" / "experiments.jsonl").read_text().splitlines()
     record = json.loads(verdict)
