@@ -86,7 +86,7 @@ def test_a_sharded_model_gives_each_rank_its_rows(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
-def test_a_mistake_is_one_line_and_nothing_is_written(ranks, tmp_path):
+def test_a_mistake_is_reported_in_one_line_and_nothing_is_written(ranks, tmp_path):
     """This also holds for a mistake that only rank 1 makes."""
     failing = "assert int(os.environ.get('RANK', 1)) == 0"
     hooks = "import os\n" + HOOKS.replace("    largest =", f"    {failing}\n    largest =")

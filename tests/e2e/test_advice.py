@@ -81,7 +81,7 @@ def texts() -> dict[str, str]:
     return found
 
 
-def test_every_advice_can_be_followed():
+def test_all_advice_can_be_followed():
     wrong = []
     for name, text in texts().items():
         wrong += [f"{name}: {problem}" for problem in problems(text, name.startswith(SHIPPED))]
@@ -105,11 +105,11 @@ def test_every_advice_can_be_followed():
         ("pip install no-such-package", "no-such-package is not installed here"),
     ],
 )
-def test_a_wrong_advice_is_found(advice, problem):
+def test_wrong_advice_is_found(advice, problem):
     assert [*problems(advice)] == [problem]
 
 
-def test_an_advice_for_a_checkout_keeps_it_editable():
+def test_advice_for_a_checkout_keeps_it_editable():
     wrong = "pip install '.[s3]' replaces an editable install by a copy: add -e"
     assert [*problems("pip install -e '.[s3]'", is_shipped=False)] == []
     assert [*problems("pip install '.[s3]'", is_shipped=False)] == [wrong]

@@ -105,7 +105,7 @@ def test_the_page_as_a_notebook(tmp_path, monkeypatch):
     check_page(printed, tmp_path)
 
 
-def test_an_application_of_ones_own_from_a_checkout(tmp_path):
+def test_a_users_application_in_a_checkout(tmp_path):
     """The application's own sweeper trains jobs, for which main.py uses the same names."""
     write_application(tmp_path)
     words = [f"gpt.{word}" for word in TINY[1:] if not word.startswith("trainer.max_epochs")]
@@ -129,7 +129,7 @@ def test_an_application_of_ones_own_from_a_checkout(tmp_path):
         ("+gpt.trainer.max_step=5", "trainer.max_step is not a key; did you mean trainer.max_"),
     ],
 )
-def test_an_error_in_an_application_of_ones_own_is_one_line(word, message, tmp_path):
+def test_an_error_in_a_users_application_is_reported_in_one_line(word, message, tmp_path):
     write_application(tmp_path)
     text = fail([sys.executable, "app.py", word], tmp_path)
     (line,) = text.splitlines()

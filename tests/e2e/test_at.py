@@ -103,7 +103,7 @@ def steps_of(run: Path, documents: list[int]) -> dict[int, int]:
     return steps
 
 
-def test_a_corrupted_document_is_the_first_line(tmp_path):
+def test_a_corrupted_document_is_listed_first(tmp_path):
     """The command finds the document in ten of ten steps, in a text of 1 MB."""
     corrupted = random.Random(2).sample(range(100, 1700), 10)
     plant(tmp_path / "documents.jsonl", corrupted)
@@ -164,7 +164,7 @@ def test_a_step_has_the_same_bits_as_in_the_run(words, ranks, tmp_path):
     assert found["without"]["grad_norm"] != found["grad_norm"]
 
 
-def test_from_python_the_losses_are_those_of_the_model_before_the_step(tmp_path, monkeypatch):
+def test_from_python_the_losses_belong_to_the_model_before_the_step(tmp_path, monkeypatch):
     """The gradient norms too belong to that model, with all sequences and without one."""
     run = train(tmp_path, "ddp.nproc_per_node=2", "trainer.ema=0.9")
     monkeypatch.chdir(tmp_path)
@@ -202,7 +202,7 @@ def test_the_worst_step_has_the_largest_logged_loss(fast):
     assert at(fast, "step=worst")["step"] == max(losses, key=losses.__getitem__)
 
 
-def test_an_interval_of_the_log_is_named(tmp_path):
+def test_the_logging_interval_of_the_worst_step_is_named(tmp_path):
     train(tmp_path, "trainer.log_every=5")
     done = call(tool("at", "outputs/run", "step=worst"), tmp_path, separate=True)
     first, second, *_ = done.stderr.splitlines()
@@ -211,7 +211,7 @@ def test_an_interval_of_the_log_is_named(tmp_path):
     assert "compared: 1 gradient norm, hashes of 0 steps" in done.stdout
 
 
-def test_a_step_whose_loss_is_not_finite_is_looked_at(tmp_path):
+def test_a_step_whose_loss_is_not_finite_can_be_inspected(tmp_path):
     """The run has stopped at this step."""
     words = [*STEPS, "optimizer.lr=1e20", "optimizer.warmup_steps=0", "snapshot.every_steps=1"]
     assert call([*python_main(), *words], tmp_path).returncode == 2
@@ -221,7 +221,7 @@ def test_a_step_whose_loss_is_not_finite_is_looked_at(tmp_path):
     assert (found["step"], found["loss"]) == (worst, None)
 
 
-def test_what_cannot_be_repeated_is_refused(tmp_path):
+def test_steps_that_cannot_be_repeated_are_refused(tmp_path):
     (tmp_path / "text.txt").write_text("a text of some length\n" * 200)
     run = train(tmp_path, "data.path=text.txt", "data.truncate=1")
     assert "step=11 is beyond the end of the run, which is at step 10" in refused(
@@ -238,7 +238,7 @@ def test_what_cannot_be_repeated_is_refused(tmp_path):
     assert "ddp.nproc_per_node=9999 must be at most" in refused(tmp_path, "step=7")
 
 
-def test_samples_have_no_text(tmp_path):
+def test_a_run_on_samples_is_refused(tmp_path):
     words = [WITH_DIGITS, "task=classification", "data=digits", "model=convnet"]
     steps = ["trainer.max_epochs=null", "trainer.max_steps=2", "run.name=run"]
     succeed([*python_main(), *words, *steps], tmp_path)
@@ -246,7 +246,7 @@ def test_samples_have_no_text(tmp_path):
     assert "task.name=classification does not train on sequences of a text" in line
 
 
-def test_damage_is_not_the_same_bits(tmp_path):
+def test_a_damaged_snapshot_gives_other_bits(tmp_path):
     run = train(tmp_path)
     flip_bit(run / "snapshots" / "step_00000004", bit=20)
     verdict = at(tmp_path, "step=6")["verdict"]

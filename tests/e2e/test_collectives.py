@@ -54,7 +54,7 @@ def test_the_command_of_the_example(tmp_path):
     assert done.stdout.endswith("every result is correct\n")
 
 
-def test_it_needs_torch_alone():
+def test_the_example_needs_only_torch():
     assert "mingpt_ddp" not in EXAMPLE.read_text()
 
 
@@ -107,7 +107,7 @@ def test_a_barrier_that_does_not_wait(broken, tmp_path):
     assert re.fullmatch(f"error: {wrong}", error)
 
 
-def test_an_operation_that_is_named_twice_and_sizes_that_are_rounded_to_the_same(tmp_path):
+def test_repeated_operations_and_equal_rounded_sizes_are_measured_once(tmp_path):
     sizes = ["min_bytes=1", "max_bytes=30", "factor=2"]
     done = collectives(tmp_path, "barrier", "barrier", "broadcast", *sizes)
     assert done.returncode == 0, done.stdout

@@ -28,7 +28,7 @@ PRESET = "defaults: [text_file]\nname: chats\nreader: chats\ncode: mine.py\n"
 CHATS = "".join(json.dumps({"turns": [text]}) + "\n" for text in TEXTS)
 
 
-def test_a_run_on_data_as_text_goes_on_without_saying_so_again(tmp_path):
+def test_a_run_with_format_text_resumes_without_the_key(tmp_path):
     """The second run starts from the weights of the first."""
     (tmp_path / "docs.jsonl").write_text(JSONL)
     text = ["data=text_file", "data.path=docs.jsonl"]
@@ -41,7 +41,7 @@ def test_a_run_on_data_as_text_goes_on_without_saying_so_again(tmp_path):
         assert result["step"] == 4
 
 
-def test_a_run_keeps_the_format_that_its_first_start_has_decided(tmp_path):
+def test_a_run_keeps_the_format_that_its_first_start_has_detected(tmp_path):
     """The user's configuration says auto. The snapshot contains the format that was detected."""
     (tmp_path / "docs.jsonl").write_text(JSONL)
     (tmp_path / "other.txt").write_text(TEXTS[0] * 9)
@@ -64,7 +64,7 @@ def test_sources_need_no_path(tmp_path):
     succeed([*python_main(), *SMALL, *sources, "run.name=mixed"], tmp_path)
 
 
-def test_a_reader_of_ones_own(tmp_path):
+def test_a_users_reader(tmp_path):
     """One reader takes its file from data.path. The other has a constant path instead."""
     files = {
         "chats.jsonl": CHATS,

@@ -79,7 +79,7 @@ def test_a_full_disk_ends_the_run_after_too_many_failures(max_failures, tmp_path
     assert verified_steps(full / "a", tmp_path) == list(range(1, 13))
 
 
-def test_a_full_disk_is_no_reason_to_restart(tmp_path, disk):
+def test_a_full_disk_does_not_cause_a_restart(tmp_path, disk):
     full = disk("full", ROOM)
     paths = [f"snapshot.path={full}", "snapshot.max_failures=0", *KEEP_ALL]
     done = train(tmp_path, *paths, "ddp.nproc_per_node=2", "trainer.micro_batch_size=6")

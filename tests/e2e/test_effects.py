@@ -147,7 +147,9 @@ def undisturbed(texts, tmp_path_factory) -> Callable[[tuple[str, ...]], dict[str
 
 
 @pytest.mark.parametrize("key", OTHERS)
-def test_another_value_changes_no_weight_or_its_last_bits(key, texts, undisturbed, tmp_path):
+def test_another_value_changes_no_weights_or_only_their_last_bits(
+    key, texts, undisturbed, tmp_path
+):
     changes = documented_effects()[key]
     assert changes in ("nothing", "measurement", "rounding")
     if key == "trainer.compile" and not shutil.which("g++"):
@@ -172,7 +174,7 @@ def check_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance:
         torch.testing.assert_close(found[name], tensor, rtol=tolerance, atol=tolerance, msg=name)
 
 
-def test_every_such_key_is_trained():
+def test_every_key_without_an_effect_is_tested():
     """The keys of a sweep are excepted, since a single run does not have them."""
     effects = documented_effects().items()
     no_end = ("nothing", "measurement", "rounding")

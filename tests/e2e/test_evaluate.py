@@ -58,7 +58,7 @@ def evaluate(
 
 @pytest.mark.parametrize("split", ["val", "test"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_metrics_are_those_of_the_run(split, ranks, trained):
+def test_the_metrics_equal_those_of_training(split, ranks, trained):
     launcher = (sys.executable,) if ranks == 1 else tuple(torchrun(2)[:-1])
     done = evaluate(trained, f"split={split}", launcher=launcher)
     assert done.returncode == 0, done.stderr
@@ -170,7 +170,7 @@ def test_a_hostile_state_is_refused_in_one_line(change, message, trained, tmp_pa
     assert re.match("(snapshot|data) error: ", done.stderr)
 
 
-def test_data_that_has_moved(tmp_path):
+def test_data_files_that_have_moved(tmp_path):
     """Check the four files of MNIST. A toy data set has no path that could move."""
     for part, n in (("train", 40), ("t10k", 10)):
         for name, shape in (

@@ -25,7 +25,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("part", ROWS)
-def test_a_part_on_a_cpu(part, tmp_path):
+def test_each_part_on_a_cpu(part, tmp_path):
     script = [
         sys.executable,
         str(ROOT / "benchmarks" / "gpu.py"),
@@ -52,7 +52,7 @@ def test_a_part_on_a_cpu(part, tmp_path):
         assert result["figures"]["identical"] == {"modern": True}
 
 
-def test_a_later_call_goes_on(tmp_path):
+def test_a_later_call_continues(tmp_path):
     """A later call keeps earlier measurements, whichever parts it names. --fresh repeats them."""
     script = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--dry-run", "--out=out"]
 

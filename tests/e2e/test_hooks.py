@@ -70,7 +70,7 @@ def test_hooks_see_a_run_and_do_not_change_it(ranks, tmp_path):
         assert (with_hooks / last).read_bytes() == (tmp_path / "plain" / last).read_bytes()
 
 
-def test_an_unknown_event_is_one_line(tmp_path):
+def test_an_unknown_event_is_reported_in_one_line(tmp_path):
     code = 'from mingpt_ddp.registry import on\n\n@on("steps")\ndef look(step):\n    pass\n'
     write_files(tmp_path, {"mine/hooks.py": code})
     done = train(tmp_path, "--config-dir=mine", "+task.code=hooks.py")

@@ -106,7 +106,7 @@ def test_the_command_of_the_manifest_is_a_valid_configuration(config):
     assert config["snapshot"]["grace_seconds"] + 20 <= POD["terminationGracePeriodSeconds"]
 
 
-def test_the_exit_codes_of_the_manifest_are_those_of_the_program(config):
+def test_the_exit_codes_of_the_manifest_equal_those_of_the_program(config):
     rules = PODS["template"]["spec"]["podFailurePolicy"]["rules"]
     by_code = {
         code: rule["action"]

@@ -234,7 +234,7 @@ def slow_run(tmp_path):
         yield job
 
 
-def test_a_signal_for_all_processes(slow_run, tmp_path):
+def test_a_signal_to_all_processes(slow_run, tmp_path):
     """A scheduler may signal every process of a job. None of them leaves temporary files."""
     for pid in process_tree(slow_run.process.pid):
         os.kill(pid, signal.SIGTERM)

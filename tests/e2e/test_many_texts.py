@@ -56,7 +56,7 @@ def test_the_second_start_has_resumed_and_recorded_what_differs(cwd):
     assert re.search(r"trainer\.max_steps +4 +6$", log, re.MULTILINE)
 
 
-def test_its_snapshots_are_used(cwd):
+def test_commands_can_use_the_snapshots(cwd):
     assert module(cwd, "sample", "outputs/run", "prompt=1", "max_new_tokens=5").startswith("1")
     assert '"loss"' in module(cwd, "evaluate", "outputs/run")
     module(cwd, "snapshots", "export", "outputs/run", "to=exported")
@@ -65,7 +65,7 @@ def test_its_snapshots_are_used(cwd):
     assert "confirmed: steps 5 to 6" in replayed
 
 
-def test_its_directory_is_used(cwd):
+def test_commands_can_use_the_run_directory(cwd):
     assert "after 6 steps" in module(cwd, "again", "outputs/run")
     [job] = json.loads(module(cwd, "report", "outputs/run", "format=json"))["groups"][0]["jobs"]
     assert job["status"] == "complete"

@@ -58,7 +58,7 @@ def test_killed_before_and_after_the_number_of_steps_is_fixed(tmp_path):
     assert digests(run) == digests(undisturbed / "outputs" / "run")
 
 
-def test_a_replay_offers_steps_that_one_number_of_minutes_has_trained(tmp_path):
+def test_a_replay_offers_only_steps_that_one_time_limit_has_trained(tmp_path):
     """Other minutes give another number of steps, so the learning rates before and after the
     change belong to different schedules.
     """

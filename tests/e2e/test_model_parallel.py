@@ -49,7 +49,7 @@ def test_the_command_of_the_example(tmp_path):
         ("model.n_head=3", "model.n_head=3 must divide model.n_embd=64"),
     ],
 )
-def test_what_it_cannot_train_is_one_line(word, reason, tmp_path):
+def test_unsupported_settings_are_refused_in_one_line(word, reason, tmp_path):
     done = run_forked(tmp_path, word)
     assert done.returncode == 2, done.stdout
     assert done.stdout.splitlines() == [f"config error: {reason}"]

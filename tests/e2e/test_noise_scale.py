@@ -151,7 +151,7 @@ def test_the_command_of_the_example(tmp_path):
     ],
     ids=["1", "2", "3", "zero1", "canonical", "fsdp", "activation checkpointing"],
 )
-def test_the_noise_scale_is_that_of_the_gradients_also_after_a_kill(ranks, words, tmp_path):
+def test_the_noise_scale_matches_the_gradients_even_after_a_kill(ranks, words, tmp_path):
     """The weights have the same bits as those of a run without the hook."""
     more = [*words, f"ddp.nproc_per_node={ranks}"] if ranks > 1 else words
     without = train(tmp_path / "without", None, *more)
@@ -232,7 +232,7 @@ class Measured:
         (MEASURES.replace('"gradients"', '"update"'), [], "only @acts("),
     ],
 )
-def test_a_mistake_is_one_line_and_nothing_is_written(hooks, words, message, tmp_path):
+def test_a_mistake_is_reported_in_one_line_and_nothing_is_written(hooks, words, message, tmp_path):
     cwd = write_files(tmp_path, {"mine/hooks.py": hooks or EXAMPLE.read_text()})
     ranks = ["ddp.nproc_per_node=2", "ddp.max_restarts=0"] if words else []
     text = fail([*python_main(), *SETTINGS, *WITH_HOOK, *ranks, *words], cwd)

@@ -92,7 +92,7 @@ def test_results_are_on_standard_output_and_logs_on_standard_error(cwd):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_full_output_is_one_line(name, cwd):
+def test_a_full_output_is_reported_in_one_line(name, cwd):
     done = run(tool(name), cwd, stdout=FULL_DISK)
     *before, last = done.stderr.splitlines()
     assert (done.returncode, last.startswith(FULL)) == (2, True), done.stderr
@@ -102,7 +102,7 @@ def test_a_full_output_is_one_line(name, cwd):
 @pytest.mark.parametrize(
     "name", ["train --help", "train --cfg", "sample", "verify", "report", "plan", "again --help"]
 )
-def test_a_reader_that_has_ended_is_no_error(name, cwd):
+def test_a_reader_that_has_ended_is_not_an_error(name, cwd):
     done = run(tool(name), cwd, stdout=UNREAD)
     assert done.returncode == CLOSED_PIPE, done.stderr
     assert "rror" not in done.stderr and "Traceback" not in done.stderr
@@ -123,7 +123,7 @@ def test_a_complete_sweep_whose_table_cannot_be_written(parallel, tmp_path):
 
 
 @pytest.mark.parametrize(("more", "code"), [((), 0), (("model.n_head=1,5",), 2)])
-def test_a_sweep_whose_table_nobody_reads_ends_as_any_other(more, code, cwd):
+def test_a_sweep_without_a_reader_for_its_table_ends_normally(more, code, cwd):
     words = [*TINY, "run.name=read", "model.n_head=1,2"] if not more else [*TINY, "run.name=bad"]
     done = run([*python_main(), "-m", *words, *more], cwd, stdout=UNREAD)
     assert done.returncode == code, done.stderr
@@ -132,7 +132,7 @@ def test_a_sweep_whose_table_nobody_reads_ends_as_any_other(more, code, cwd):
 
 @pytest.mark.parametrize("stream", [FULL_DISK, UNREAD])
 @pytest.mark.parametrize(("name", "code"), [("evaluate", 0), ("sample", 2)])
-def test_standard_error_changes_no_exit_code(name, code, stream, cwd):
+def test_unwritable_standard_error_does_not_change_the_exit_code(name, code, stream, cwd):
     command = tool(name)
     if code:
         command.append("temperature=-1")

@@ -88,7 +88,7 @@ def overrides() -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_it_trains_to_the_bits_of_main(ranks, tmp_path, monkeypatch):
+def test_the_loop_has_the_bits_of_main(ranks, tmp_path, monkeypatch):
     """After a kill in step 13, the loop resumes from step 10.
 
     It resumes from step 5 if the snapshot of step 10 was still being written.
@@ -277,7 +277,7 @@ def test_words_without_an_effect_are_refused(tmp_path):
     assert not (tmp_path / "outputs").exists()
 
 
-def test_an_idea_has_a_key_as_the_page_says(tmp_path):
+def test_a_users_idea_has_a_key_as_the_page_says(tmp_path):
     page = (ROOT / "docs" / "research.md").read_text()
     block = re.search(r"above `train`:\n\n```py\n(.*?)```", page, re.DOTALL)
     assert block is not None
@@ -294,7 +294,7 @@ def test_an_idea_has_a_key_as_the_page_says(tmp_path):
     )
 
 
-def test_a_sweep_says_why_a_job_has_failed(tmp_path):
+def test_a_sweep_reports_why_a_job_has_failed(tmp_path):
     """The sweep also gives the reason if the job was killed."""
     bug = """            if config.run.seed == 1:
                 raise ValueError("mine")
@@ -398,7 +398,7 @@ def test_the_page_changes_the_loss(tmp_path):
     assert weighted == pytest.approx(unweighted, rel=0.05)
 
 
-def test_a_mistake_is_one_line(tmp_path):
+def test_a_mistake_is_reported_in_one_line(tmp_path):
     script = tmp_path / "own_loop.py"
     script.write_text(
         SCRIPT.replace("train.train", 'settings["model"]["n_head"] = 5\n    train.train')

@@ -115,7 +115,7 @@ def test_names_that_differ_between_ranks_are_refused(reduction, tmp_path):
     assert "losses or metrics" in last and "correct1" in last and "names on every rank" in last
 
 
-def test_a_metric_that_is_no_scalar_is_refused(tmp_path):
+def test_a_metric_that_is_not_a_scalar_is_refused(tmp_path):
     cwd = project(tmp_path)
     file = cwd / "my_task" / "mine.py"
     file.write_text(file.read_text().replace(".abs().mean()", ".abs()"))
@@ -126,7 +126,7 @@ def test_a_metric_that_is_no_scalar_is_refused(tmp_path):
     assert not (cwd / "outputs").exists()
 
 
-def test_a_grid_is_judged_by_the_users_own_metric(tmp_path):
+def test_a_grid_is_ranked_by_the_users_own_metric(tmp_path):
     """The metric decides the order of the table, the best job and later reports.
 
     Another start may use another metric.
@@ -150,7 +150,7 @@ def test_a_grid_is_judged_by_the_users_own_metric(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [[], ["ddp.nproc_per_node=2"]], ids=["alone", "on workers"])
-def test_a_metric_that_no_evaluation_measures_ends_a_job_at_its_first_one(workers, tmp_path):
+def test_a_metric_that_evaluations_lack_ends_a_job_at_its_first_evaluation(workers, tmp_path):
     cwd = project(tmp_path)
     grid = ["-m", "optimizer.lr=0.01,0.05", "trainer.eval_every=2", "sweep.metric=val_accurat"]
     done = train(cwd, *grid, *workers)
@@ -176,7 +176,7 @@ def test_a_search_may_maximize_a_metric_of_training(tmp_path):
     assert study.best_value == max(result["train_correct"] for result in results)
 
 
-def test_metrics_that_are_no_numbers_are_saved_and_resumed(tmp_path):
+def test_metrics_that_are_nan_or_infinite_are_saved_and_resumed(tmp_path):
     """The run is saved in the middle of a logging interval and at the end. Records have null."""
     cwd = project(tmp_path)
     file = cwd / "my_task" / "mine.py"

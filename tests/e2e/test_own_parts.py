@@ -33,7 +33,7 @@ def command(cwd: Path, *words: str) -> Any:
     return call([sys.executable, *words], cwd)
 
 
-def test_an_attention_of_a_user_is_killed_and_resumed_sampled_and_exported(project):
+def test_a_users_attention_is_killed_resumed_sampled_and_exported(project):
     done = train(project, *ALIBI)
     assert done.returncode == 0, done.stdout
     killed = [*ALIBI, "run.root=killed"]
@@ -91,7 +91,7 @@ class Answers(Task):
 """
 
 
-def test_gpt_learns_answers_to_prompts_of_a_task_of_a_user(tmp_path):
+def test_gpt_learns_to_answer_the_prompts_of_a_users_task(tmp_path):
     preset = "name: backwards\ndataset: backwards\ncode: mine.py\n"
     write_files(tmp_path / "mine", {"mine.py": ANSWERS, "data/backwards.yaml": preset})
     words = [

@@ -49,7 +49,7 @@ def train(cwd: Path, *overrides: str) -> Any:
     return call([*python_main(), "--config-dir=conf", *SETTINGS, *overrides], cwd)
 
 
-def test_the_rate_is_the_schedules_and_survives_a_kill(project):
+def test_the_rate_follows_the_schedule_even_after_a_kill(project):
     """Weight decay is in proportion to the rate, and the log shows the rate in effect."""
     more = [
         PERIOD,
@@ -77,7 +77,7 @@ def test_the_rate_is_the_schedules_and_survives_a_kill(project):
     succeed(tool("evaluate", str(run)), project)
 
 
-def test_a_run_goes_on_with_another_schedule(project):
+def test_a_run_continues_with_another_schedule(project):
     """The code of the first schedule is no longer needed."""
     done = train(project, PERIOD)
     assert done.returncode == 0, done.stdout
@@ -109,7 +109,9 @@ def test_a_run_goes_on_with_another_schedule(project):
         (CYCLIC, ["optimizer.schedule=wsd", PERIOD], "schedule_settings.period is not a key"),
     ],
 )
-def test_a_mistake_is_one_line_and_nothing_is_written(project, result, overrides, error):
+def test_a_mistake_is_reported_in_one_line_and_nothing_is_written(
+    project, result, overrides, error
+):
     write(project, result)
     done = train(project, *overrides)
     assert done.returncode == 2, done.stdout

@@ -127,7 +127,7 @@ def contents(wheel: Path) -> dict[str, int]:
         return {info.filename: info.CRC for info in archive.infolist()}
 
 
-def test_an_index_takes_both(built):
+def test_an_index_accepts_both_distributions(built):
     pytest.importorskip("twine")
     done = call(
         [sys.executable, "-m", "twine", "--no-color", "check", "--strict", *map(str, built)],
@@ -188,7 +188,7 @@ def test_uv_installs_a_checkout(tmp_path):
     assert " + mingpt-ddp" in done.stdout and " + hydra-core" in done.stdout
 
 
-def test_an_application_of_ones_own(built, tmp_path):
+def test_a_users_application(built, tmp_path):
     write_application(tmp_path)
     words = [f"gpt.{word}" for word in TINY[1:]]
     done = call([install(built[1], tmp_path / "env"), "app.py", *words], tmp_path)

@@ -86,7 +86,7 @@ def fork_server(job: Job) -> int:
     return server
 
 
-def test_the_bits_are_those_of_jobs_in_turn_and_of_single_runs(tmp_path):
+def test_concurrent_jobs_have_the_bits_of_consecutive_jobs_and_single_runs(tmp_path):
     values = ["optimizer.lr=1e-3,2e-3", "run.seed=1,2"]
     found = {}
     for parallel in (1, 2):
@@ -102,7 +102,7 @@ def test_the_bits_are_those_of_jobs_in_turn_and_of_single_runs(tmp_path):
     assert alone.read_bytes() == found[2][same]
 
 
-def test_a_search_killed_with_several_jobs_goes_on_with_one(tmp_path):
+def test_a_search_killed_with_several_jobs_continues_with_one(tmp_path):
     """Each trial keeps its values and is trained once. Later values depend on earlier results."""
     overrides = [*SEARCH, "sweep.trials=8", "sweep.sampler_settings={n_startup_trials: 2}"]
     job = Job(sweep(*overrides, TWO), tmp_path)
@@ -234,7 +234,7 @@ def test_a_signal_to_one_job_ends_the_sweep_after_the_others(tmp_path):
     assert f"sweep: {len(complete)} of 6 jobs done; rerun the same command to resume" in job.text()
 
 
-def test_a_failing_job_of_several(tmp_path):
+def test_a_failing_job_among_several(tmp_path):
     """The error names the job and is recorded. The job is retried as sweep.retries says."""
     text = fail(sweep(*GRID, "optimizer.lr=1e-3,1e30,2e-3", "sweep.retries=1", TWO), tmp_path)
     lines = text.splitlines()
@@ -267,7 +267,7 @@ def reach(step, rank):
 """
 
 
-def test_jobs_of_the_same_values_run_in_turn(tmp_path):
+def test_jobs_with_the_same_values_run_one_after_another(tmp_path):
     """The first job trains until the second job waits for it."""
     values = ["optimizer.lr=1e-3,0.001,1e-3,2e-3", "trainer.max_steps=8", TWO]
     held = HeldRun(sweep(*GRID, *values), tmp_path, HOLD)
@@ -294,7 +294,7 @@ def test_slots(tmp_path):
     assert (kept["cores"], kept["threads"]) == (len(cores) // 2, {"1": len(cores) // 2})
 
 
-def test_one_line_on_a_terminal(tmp_path):
+def test_the_progress_line_on_a_terminal(tmp_path):
     """A line below the log shows how many jobs have ended and run, and the best result.
 
     It is erased at the end.
@@ -320,7 +320,7 @@ def test_one_line_on_a_terminal(tmp_path):
     assert re.match(r"\r +\r", shown.decode().partition(last)[2]), "it is not erased"
 
 
-def test_ranks_in_lock_step_refuse_it(tmp_path):
+def test_ranks_in_lockstep_refuse_concurrent_jobs(tmp_path):
     done = call([*torchrun(2), *GRID, "run.seed=1,2", TWO], tmp_path)
     lines = [line for line in done.stdout.splitlines() if "error: " in line]
     assert len(lines) >= 1 and "sweep.parallel=2 does not work under torchrun" in lines[0]

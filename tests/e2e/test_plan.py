@@ -84,7 +84,7 @@ def test_a_plan_for_gpus_that_are_not_here(tmp_path):
         (["nodes=8"], "config error: nodes=8 needs a device to plan for; add device=h100"),
     ],
 )
-def test_errors_are_those_of_training(args, message, tmp_path):
+def test_errors_equal_those_of_training(args, message, tmp_path):
     done = plan(tmp_path, *args)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert done.stderr.startswith(message)

@@ -97,7 +97,7 @@ def test_a_replay_on_other_ranks_confirms_a_run(recorded, steps, ranks, confirme
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors"])
-def test_a_flipped_bit_with_a_mended_manifest_is_refuted(copied, file):
+def test_a_flipped_bit_is_found_although_the_manifest_matches(copied, file):
     run = copied / "outputs" / "run"
     flip_bit(run / "snapshots" / "step_00000020", file)
     succeed(tool("snapshots", "verify", "outputs/run"), copied)  # the manifest matches the damage
@@ -127,7 +127,7 @@ def test_a_replay_prints_its_steps_and_the_verdict(copied):
     assert verdict.endswith(f"of the snapshot (there is no {LEDGER})")
 
 
-def test_an_ended_replay_leaves_nothing(copied):
+def test_a_terminated_replay_leaves_no_files(copied):
     scratch = copied / "scratch"
     scratch.mkdir()
     command = tool("replay", "outputs/run", "steps=5")
@@ -140,7 +140,7 @@ def test_an_ended_replay_leaves_nothing(copied):
     assert not list(scratch.glob("mingpt_ddp-*"))
 
 
-def test_so_it_is_without_the_ledger(copied):
+def test_a_flipped_bit_is_found_without_the_ledger(copied):
     run = copied / "outputs" / "run"
     (run / LEDGER).unlink()
     flip_bit(run / "snapshots" / "step_00000020")
@@ -176,7 +176,7 @@ def test_a_fast_run_is_repeated_on_as_many_ranks(tmp_path):
     assert code == 2
 
 
-def test_code_of_the_user_is_named_again(tmp_path):
+def test_a_replay_needs_the_users_preset_again(tmp_path):
     write_files(tmp_path, page_files())
     preset = ["--config-dir=my_project", "model=lstm"]
     settings = [word for word in SETTINGS if not word.startswith("model")]
@@ -220,7 +220,7 @@ def test_an_optimizer_without_state_and_a_model_with_running_statistics(tmp_path
     assert code == 0
 
 
-def test_rows_of_tensors_are_compared_as_snapshots_have_them(tmp_path):
+def test_shards_of_tensors_are_compared(tmp_path):
     run = train(tmp_path, "ddp.strategy=fsdp", "ddp.nproc_per_node=2")
     assert not (run / LEDGER).exists()
     code, line = replay(tmp_path, "steps=5")
@@ -231,7 +231,7 @@ def test_rows_of_tensors_are_compared_as_snapshots_have_them(tmp_path):
     assert code == 1
 
 
-def test_another_machine_proves_nothing(copied):
+def test_a_difference_on_another_machine_is_undecided(copied):
     run = copied / "outputs" / "run"
     flip_bit(run / "snapshots" / "step_00000020")
     (run / LEDGER).unlink()

@@ -77,7 +77,7 @@ def test_a_metric_about_characters(project):
     assert any(value != result["val_accuracy"] for value in classes)
 
 
-def test_only_some_rows_each_ended_by_a_token(project):
+def test_a_reader_of_some_rows_with_end_tokens(project):
     run = train(project, *words_of("data.reader=english"))
     sampled = mingpt_ddp.load(run)
     assert sampled.tokenizer.end is not None
@@ -95,7 +95,7 @@ def test_frozen_weights_keep_their_bytes(project):
     assert frozen and changed == first.keys() - frozen
 
 
-def test_the_loop_of_ones_own(tmp_path, monkeypatch):
+def test_a_users_loop(tmp_path, monkeypatch):
     source = (EXAMPLES / "train.py").read_text()
     clip = "            norm = step.clip()\n"
     assert source.count(clip) == 1

@@ -19,7 +19,7 @@ def test_the_command_of_the_example(tmp_path):
     assert (result["status"], result["step"], result["world_size"]) == ("complete", 20, 3)
 
 
-def test_a_recorded_run_goes_on_with_the_example_alone(tmp_path):
+def test_a_recorded_run_continues_only_with_the_example(tmp_path):
     """Without the example, the same command and `again` are refused and write nothing."""
     run = [
         *TINY,

@@ -119,7 +119,7 @@ def test_parts_are_not_compared_with_the_checksum_of_the_whole(url):
 # put_if_absent
 
 
-def test_of_many_put_if_absent_one_succeeds(url):
+def test_only_one_of_many_put_if_absent_succeeds(url):
     with ThreadPoolExecutor(6) as pool:
         made = list(
             pool.map(lambda i: open_storage(url).put_if_absent("file", b"%d" % i), range(6))

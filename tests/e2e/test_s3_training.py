@@ -245,7 +245,7 @@ def test_store_unavailable_at_resume(proxy, path, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_runs_of_one_name(aws, path, tmp_path):
+def test_two_runs_with_one_name(aws, path, tmp_path):
     """The runs have different directories, as on two machines, and share only the object store."""
     command = [*python_main(), *ENDLESS, f"snapshot.path={path}"]
     limits = {
@@ -288,7 +288,7 @@ def test_two_runs_of_one_name(aws, path, tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["zero1", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_ranks_read_and_write_their_own_parts(strategy, aws, path, tmp_path):
+def test_ranks_read_and_write_their_own_shards(strategy, aws, path, tmp_path):
     """The run uses two ranks and then three, which have other rows of the tensors.
 
     Its result equals the result of one rank.

@@ -118,7 +118,7 @@ def test_a_prompt_is_taken_literally(trained):
         ),
     ],
 )
-def test_a_mistake_is_one_line(trained, args, expected):
+def test_a_mistake_is_reported_in_one_line(trained, args, expected):
     done = sample(trained, *args)
     assert done.returncode == 2
     [line] = done.stderr.splitlines()

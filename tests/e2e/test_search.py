@@ -151,7 +151,7 @@ def test_a_lost_journal_beside_jobs_that_have_ended_is_refused(is_empty, undistu
 
 @needs_optuna
 @pytest.mark.parametrize("ranks", [pytest.param("lock-step", marks=pytest.mark.slow), "one parent"])
-def test_two_ranks_in_lock_step_or_below_one_parent(ranks, two_ranks, tmp_path):
+def test_an_interrupted_search_on_two_ranks(ranks, two_ranks, tmp_path):
     """The search is killed or preempted while a job trains. Both ways give the same results."""
     overrides = [*ASHA, "sweep.trials=4", "sweep.seed=3"]
     commands = {
@@ -215,7 +215,7 @@ def test_a_failed_trial_stays_failed(tmp_path):
 
 
 @needs_optuna
-def test_a_search_whose_trials_all_fail(tmp_path):
+def test_a_search_in_which_all_trials_fail(tmp_path):
     """Optuna has no value to learn from. After sweep.max_failures, no other trial starts."""
     command = search(
         "sweep.trials=4", "sweep.max_failures=1", "optimizer.lr=tag(log,interval(1e29,1e30))"

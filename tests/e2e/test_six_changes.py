@@ -125,7 +125,7 @@ def train(cwd: Path, overrides: list[str], kill_at: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("change", [case(change) for change in CHANGES])
-def test_a_change_keeps_its_bits_when_it_is_killed_twice(change, tmp_path):
+def test_two_kills_do_not_change_the_bits(change, tmp_path):
     code, overrides, column = CHANGES[change]
     assert len(code.strip().splitlines()) <= MAX_LINES
     write_files(tmp_path / "mine", {"mine.py": code, "kill.py": KILL_HOOK})

@@ -50,7 +50,7 @@ def trained(tmp_path_factory) -> Path:
     return cwd
 
 
-def test_killed_and_resumed_it_is_the_same_byte_for_byte(trained, tmp_path):
+def test_a_killed_run_resumes_to_the_same_bytes(trained, tmp_path):
     """The encoded text and the tokenizer's file may be gone. The snapshot has the tokenizer."""
     cwd = texts(tmp_path / "killed")
     run = cwd / "outputs/run"

@@ -191,7 +191,7 @@ def test_one_run_has_every_step_once(
 
 
 @pytest.mark.skipif("mlflow" not in TRACKERS, reason="needs mlflow")
-def test_a_server_that_is_away_does_not_fail_the_run(tmp_path):
+def test_an_unreachable_server_does_not_fail_the_run(tmp_path):
     """Nothing listens on port 9. The same command sends the steps once a server is there."""
     away = [
         *python_main(),

@@ -133,7 +133,7 @@ def test_a_batch_of_texts_of_unequal_length(name, found):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_transformers_saves_is_read_again(name, found):
+def test_files_saved_by_transformers_are_read_again(name, found):
     run, theirs = found[name]
     weights = read_initial_weights(str(run.parents[1] / "saved" / "exports" / name))
     assert tokenizer_from_state(weights.state).encode(TEXT) == theirs["tokens"]
@@ -146,7 +146,7 @@ def test_what_transformers_saves_is_read_again(name, found):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_transformers_gives_the_same(name, found):
+def test_transformers_gives_the_same_results(name, found):
     run, theirs = found[name]
     assert theirs["ours"] == []
     assert theirs["model"] == ("ModernForCausalLM" if "modern" in name else "GPT2LMHeadModel")

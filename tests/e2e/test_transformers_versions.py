@@ -201,7 +201,7 @@ def test_each_token_is_read_once(model, found):
 
 
 @pytest.mark.parametrize("model", ["modern", "ngrams"])
-def test_a_context_that_is_full_moves_on(model, found):
+def test_a_full_context_is_shifted(model, found):
     ones = [1] * 7
     assert found[model]["moving"] == [11, 1, 1, 1, 1, 1, 8, *ones, 1, 8, *ones, 1, 8]
     assert found[model].get("again", [11])[0] == 11  # a longer text is read from its beginning
@@ -220,7 +220,7 @@ def test_a_graph_of_torch_export_takes_any_length(model, found):
     assert max(found[model]["differences"]) < 1e-5
 
 
-def test_the_end_of_a_text(found):
+def test_generation_stops_at_the_end_token(found):
     assert found["names"] == [END, END]
     end = bpe_with_special(END).vocab_size - 1
     assert found["ids"] == [end] * 6

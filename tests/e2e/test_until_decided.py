@@ -35,7 +35,7 @@ def compare(where: Path, *words: str) -> str:
     return succeed(tool("report", "outputs/lr", "compare", *words), where)
 
 
-def test_killed_it_goes_on_trains_no_seed_twice_and_its_decision_stands(tmp_path):
+def test_after_a_kill_no_seed_is_trained_twice_and_the_decision_stands(tmp_path):
     sweep = tmp_path / "outputs" / "lr"
     command = [*python_main(), "-m", *SWEEP]
 
@@ -75,7 +75,7 @@ def test_killed_it_goes_on_trains_no_seed_twice_and_its_decision_stands(tmp_path
 
 
 @pytest.mark.parametrize("way", ["concurrent", "lock-step"])
-def test_other_ways_to_run_the_jobs_decide_the_same(way, tmp_path):
+def test_other_ways_to_run_the_jobs_reach_the_same_decision(way, tmp_path):
     ways = {
         "concurrent": [*python_main(), "-m", "sweep.parallel=2", "ddp.nproc_per_node=1"],
         "lock-step": [*torchrun(2), "-m"],

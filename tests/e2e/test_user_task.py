@@ -110,7 +110,7 @@ def test_in_a_sweep_with_snapshots_in_s3(project, tmp_path, seaweed):
     assert all("val_accuracy" in result for result in results)
 
 
-def test_what_other_commands_make_of_the_run(trained, project, tmp_path):
+def test_other_commands_use_the_run(trained, project, tmp_path):
     text = error_line(fail(tool("evaluate", str(trained)), project))
     assert "name the Python file that registers it, if you trust it, as in code=my_project" in text
     text = fail(tool("sample", str(trained), "code=my_task/mine.py"), project)
@@ -138,7 +138,7 @@ class Autoencoder(Task):
 """
 
 
-def test_several_losses_are_logged_each(tmp_path):
+def test_each_of_several_losses_is_logged(tmp_path):
     """The run trains their sum. Without a `metrics` method, the evaluation reports their means."""
     preset = "name: autoencoder\ncode: several.py\n"
     write_files(tmp_path / "own", {"several.py": SEVERAL, "task/autoencoder.yaml": preset})
@@ -215,7 +215,7 @@ def other(config, group):
         ("other", "code error: the task other must be a subclass of mingpt_ddp.tasks.Task"),
     ],
 )
-def test_a_wrong_task_is_one_line(name, message, tmp_path):
+def test_a_wrong_task_is_reported_in_one_line(name, message, tmp_path):
     preset = f"name: {name}\ncode: wrong.py\n"
     write_files(tmp_path / "own", {"wrong.py": WRONG, "task/wrong.yaml": preset})
     args = [WITH_TOY, "experiment=toy", "task=wrong", "--config-dir=own"]

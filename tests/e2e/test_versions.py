@@ -24,7 +24,7 @@ def git(project: Path, *words: str) -> None:
     subprocess.run(["git", *USER, *words], cwd=project, check=True, capture_output=True)
 
 
-def test_killed_between_two_jobs_it_goes_on_and_says_what_the_change_does(tmp_path):
+def test_a_comparison_killed_between_two_jobs_continues_to_its_verdict(tmp_path):
     """The change is not committed in Git. Its learning rates are too low to train anything."""
     project = tmp_path / "project"
     (project / "recipe").mkdir(parents=True)
