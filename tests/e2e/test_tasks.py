@@ -84,7 +84,7 @@ def test_statistics_over_all_ranks(tmp_path):
 def test_unequal_micro_batches_are_refused(tmp_path):
     """And what does not fit the model."""
     batch = "ddp.sync_batchnorm=true needs one micro-batch per rank; make trainer.batch_size=96"
-    blocks = "trainer.activation_checkpointing=true needs a model with blocks"
+    blocks = "trainer.activation_checkpointing=true needs a model with an nn.ModuleList"
     for word, expected in (
         ("ddp.nproc_per_node=5", batch),
         ("trainer.activation_checkpointing=true", blocks),

@@ -1,4 +1,4 @@
-"""The directory for multiprocessing's sockets. Their paths must be short, even if TMPDIR is long."""
+"""The directory for multiprocessing's sockets, whose paths must be short even if TMPDIR is long."""
 
 from __future__ import annotations
 

@@ -580,7 +580,7 @@ def test_an_error_is_one_printable_line(key, tmp_path, valid_files, monkeypatch,
 
 
 def test_a_surrogate_is_refused(tmp_path, valid_files, monkeypatch, capsys):
-    """JSON may contain a surrogate, which is not a character. We use one as the end of documents."""
+    """JSON may contain surrogates, which are not characters. We use one as the end of documents."""
     state = {**json.loads(valid_files[STATE]), "vocabulary": "\ud800" * len(VOCABULARY)}
     url = write_snapshot(tmp_path, {**valid_files, STATE: json.dumps(state).encode()})
     monkeypatch.setattr(sys, "argv", ["sample.py", f"snapshot={url}", "max_new_tokens=2"])

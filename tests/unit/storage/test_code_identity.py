@@ -351,7 +351,7 @@ def test_a_process_forked_meanwhile_holds_no_pipe_of_a_starting_git(checkout):
 
     class Root(os.PathLike):
         def __fspath__(self):
-            """Fork on a thread at the moment when `subprocess` has opened the pipes to start git."""
+            """Fork on a thread when `subprocess` has opened the pipes to start git."""
             thread.start()
             thread.join(0.3)  # has a limit, since the fork waits until git has started
             return str(checkout)

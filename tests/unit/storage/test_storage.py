@@ -133,7 +133,7 @@ def test_a_failed_write_keeps_the_old_content_and_no_partial_file(tmp_path, limi
 
 
 def test_content_reaches_the_disk_before_its_name(tmp_path, monkeypatch):
-    """The file is synced and renamed, then its directory is synced, so power may fail at any time."""
+    """File and directory are synced around the rename, so that power may fail at any time."""
     done: list[str] = []
     fsync, replace = os.fsync, os.replace
 
