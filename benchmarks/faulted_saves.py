@@ -86,9 +86,7 @@ def main() -> None:
     args = parser(__doc__, "faulted_saves")
     args.add_argument("--saves", type=int, default=200)
     args.add_argument("--seed", type=int, default=1)
-    args.add_argument(
-        "--port", type=int, help="port of a server that already runs on this machine"
-    )
+    args.add_argument("--port", type=int, help="port of a server that already runs on this machine")
     args.add_argument("--bucket", default="runs")
     args.add_argument(
         "--server",
@@ -265,7 +263,7 @@ def sent_again(lines: list[str]) -> int:
 
 
 def contents_of(store: SnapshotStore, step: int) -> dict[str, bytes] | None:
-    """Read the files of a snapshot. Return None if there is no snapshot, and {} if it is damaged."""
+    """Read the files of a snapshot. Return None if there is none, and {} if it is damaged."""
     if not store.is_committed(step):
         return None
     try:
