@@ -224,7 +224,7 @@ class LoadedRun:
         top_p: float | None = None,
         seed: int = 1,
     ) -> str:
-        """Return the prompt and its continuation. The arguments are those of the sample command.
+        """Return the prompt and its continuation. The sample command has the same arguments.
 
         Raises:
             ConfigError: An argument is out of bounds.

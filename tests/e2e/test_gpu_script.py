@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.py --dry-run`: a typo must not cost time on a rented GPU."""
+"""Check `benchmarks/gpu.py --dry-run`, so that a typo does not cost time on a rented GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("part", ROWS)
-def test_a_part_on_a_cpu(part, tmp_path):
+def test_each_part_on_a_cpu(part, tmp_path):
     script = [
         sys.executable,
         str(ROOT / "benchmarks" / "gpu.py"),
@@ -52,8 +52,8 @@ def test_a_part_on_a_cpu(part, tmp_path):
         assert result["figures"]["identical"] == {"modern": True}
 
 
-def test_a_later_call_goes_on(tmp_path):
-    """What was measured is kept, whichever parts a call names; --fresh measures all again."""
+def test_a_later_call_continues(tmp_path):
+    """A later call keeps earlier measurements, whichever parts it names. --fresh repeats them."""
     script = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--dry-run", "--out=out"]
 
     def run(*words: str) -> str:

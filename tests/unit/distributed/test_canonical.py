@@ -35,9 +35,13 @@ def strategy(*overrides: str) -> CanonicalStrategy:
 
 
 def test_the_micro_batch_must_be_set():
-    with pytest.raises(ConfigError, match=r"set trainer.micro_batch_size=3, say, for up to 4 rank"):
+    with pytest.raises(
+        ConfigError, match=r"for up to 4 ranks, set trainer.micro_batch_size=3, for"
+    ):
         Runtime(config("trainer.batch_size=12", "trainer.micro_batch_size=null"), DistEnv())
-    with pytest.raises(ConfigError, match=r"set trainer.micro_batch_size=1, say, for up to 7 rank"):
+    with pytest.raises(
+        ConfigError, match=r"for up to 7 ranks, set trainer.micro_batch_size=1, for"
+    ):
         Runtime(config("trainer.batch_size=7", "trainer.micro_batch_size=null"), DistEnv())
 
 
