@@ -1,4 +1,7 @@
-"""Keys that are said to change nothing leave the weights as they are; others their last bits."""
+"""Check what docs/configuration.md says about the effect of each key on the weights.
+
+A key changes either no weights, or only their last bits.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ TEXT = ["data.path={texts}/text.txt", "model=gpt_nano", "data.block_size=16"]
 TOY = ["experiment=toy"]
 DIGITS = ["task=classification", "model=convnet", "data=digits"]
 DEFAULTS = ["run.root={tmp}/runs", "run.name=run", "tracker.tensorboard=false"]
-# Another value of each key. Nothing else is changed, except what a value needs to be valid.
+# A non-default value for each key. Other keys change only if the value is invalid without them.
 OTHERS = {
     "run.name": ["run.name=other"],
     "run.root": ["run.root={tmp}/elsewhere"],
@@ -67,7 +70,7 @@ OTHERS = {
     "tracker.entity": ["tracker.entity=other"],
     "tracker.uri": ["tracker.uri=file:{tmp}/mlruns"],
 }
-# What they have in common with the undisturbed run, where the default would hide their effect.
+# Settings for both runs of a key, if the key has no effect with the default settings.
 SHARED = {
     "snapshot.mtbf_hours": ["snapshot.every_steps=auto"],
     "ddp.reduction": ["trainer.micro_batch_size=3"],
@@ -76,7 +79,7 @@ SHARED = {
     "ddp.static_graph": ["ddp.strategy=ddp"],
     "ddp.find_unused_parameters": ["ddp.strategy=ddp"],
 }
-# Keys that need what another test has: other processes, accounts, your files.
+# Keys that other tests cover, since they need more processes, accounts or a user's files.
 ELSEWHERE = {
     "ddp.nproc_per_node": "tests/contract/test_resume.py",
     "ddp.tensor_parallel": "tests/multiprocess/test_tensor_parallel.py",
@@ -92,7 +95,7 @@ ELSEWHERE = {
 
 
 def train(words: Iterable[str], directory: Path) -> dict[str, Tensor]:
-    """Train in this process; return the tensors of the last snapshot by kind and name."""
+    """Train in this process. Return the tensors of the last snapshot by kind and name."""
     values = configure(f"trainer.max_steps={STEPS}", "trainer.max_epochs=null", *words)
     train_in_turn([values])
     (manifest,) = directory.rglob(f"step_{STEPS:08d}/manifest.json")
@@ -104,7 +107,7 @@ def train(words: Iterable[str], directory: Path) -> dict[str, Tensor]:
 
 
 def documented_effects() -> dict[str, str]:
-    """Return what each key changes, by the tables of docs/configuration.md."""
+    """Return the documented effect of each key, from the tables of docs/configuration.md."""
     effects = {}
     for line in (ROOT / "docs" / "configuration.md").read_text().splitlines():
         if line.startswith("## "):
@@ -115,10 +118,10 @@ def documented_effects() -> dict[str, str]:
 
 
 def settings(key: str) -> tuple[str, ...]:
-    """Return what a run has besides another value of a key."""
+    """Return the settings of both runs of a key, with and without its other value."""
     if key in ("data.num_workers", "data.pin_memory"):
         return (*DIGITS, *DEFAULTS)
-    if key == "trainer.compile":  # a layer of a text model takes half a minute more
+    if key == "trainer.compile":  # compiling a layer of a text model takes half a minute longer
         return (*TOY, *DEFAULTS)
     return (*TEXT, *DEFAULTS, *SHARED.get(key, []))
 
@@ -133,7 +136,7 @@ def texts(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(texts, tmp_path_factory) -> Callable[[tuple[str, ...]], dict[str, Tensor]]:
-    """Return the tensors of a run with some words, which is trained once."""
+    """Return a function that trains a run with these words once and returns its tensors."""
 
     @functools.cache
     def trained(words: tuple[str, ...]) -> dict[str, Tensor]:
@@ -144,7 +147,9 @@ def undisturbed(texts, tmp_path_factory) -> Callable[[tuple[str, ...]], dict[str
 
 
 @pytest.mark.parametrize("key", OTHERS)
-def test_another_value_changes_no_weight_or_its_last_bits(key, texts, undisturbed, tmp_path):
+def test_another_value_changes_no_weights_or_only_their_last_bits(
+    key, texts, undisturbed, tmp_path
+):
     changes = documented_effects()[key]
     assert changes in ("nothing", "measurement", "rounding")
     if key == "trainer.compile" and not shutil.which("g++"):
@@ -169,8 +174,8 @@ def check_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance:
         torch.testing.assert_close(found[name], tensor, rtol=tolerance, atol=tolerance, msg=name)
 
 
-def test_every_such_key_is_trained():
-    """Except those of a sweep, which a single run does not have."""
+def test_every_key_without_an_effect_is_tested():
+    """The keys of a sweep are excepted, since a single run does not have them."""
     effects = documented_effects().items()
     no_end = ("nothing", "measurement", "rounding")
     found = {key for key, effect in effects if effect in no_end and not key.startswith("sweep.")}

@@ -139,7 +139,7 @@ def sent_by_a_rank(kind: str, size: int) -> float:
 
 
 @pytest.mark.parametrize("name", PLANNED)
-def test_a_plan_is_within_a_tenth(name, result_of, text):
+def test_a_plan_is_right_to_within_a_tenth(name, result_of, text):
     case = PLANNED[name]
     result = result_of(case.job())
     row = plan_of(case, text)
