@@ -22,7 +22,7 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-rest test-all test-integrations test-slow check fuzz coverage mutation lowest newest wheels lines clean
+.PHONY: help train test test-rest test-all test-integrations test-slow check fuzz coverage mutation lowest newest wheels lines site docs clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
@@ -95,6 +95,14 @@ wheels:  ## download the wheels for a machine with torch, PYTHON_VERSION=3.12 an
 lines:  ## count the package's tokens and lines of code, without blank lines, comments and docstrings
 	@$(PYTHON) scripts/count_lines.py
 
+site: $(VENV)/.docs  ## build the documentation into build/site; a dead link or anchor fails
+	@$(BIN)/python scripts/site_pages.py
+	@$(BIN)/zensical build --clean --strict
+
+docs: $(VENV)/.docs  ## serve the documentation on http://localhost:8000, as of now
+	@$(BIN)/python scripts/site_pages.py
+	@$(BIN)/zensical serve
+
 clean:  ## remove .venv and the caches of tools; runs and data stay
 	rm -rf $(VENV) $(LOWEST) $(NEWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* *.egg-info build
 
@@ -108,8 +116,9 @@ $(VENV)/bin/pip:
 $(VENV)/.train: EXTRAS :=
 $(VENV)/.test: EXTRAS := [test]
 $(VENV)/.integrations: EXTRAS := [integrations]
+$(VENV)/.docs: EXTRAS := [docs]
 $(VENV)/.dev: EXTRAS := [dev]
-$(VENV)/.train $(VENV)/.test $(VENV)/.integrations $(VENV)/.dev: setup.cfg constraints.txt | $(VENV)/bin/pip
+$(VENV)/.train $(VENV)/.test $(VENV)/.integrations $(VENV)/.docs $(VENV)/.dev: setup.cfg constraints.txt | $(VENV)/bin/pip
 	@echo "installing into $(VENV) (once)"
 	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.$(EXTRAS)'
 	@touch $@

@@ -71,7 +71,8 @@ def causal_attention(
 
     Args:
         q: Queries, (B, H, T, D).
-        k, v: Keys and values, (B, H, S, D).
+        k: Keys, (B, H, S, D).
+        v: Values, (B, H, S, D).
         dropout: Probability of dropping an attention weight.
         bias: Added to the scores q k / sqrt(D), (H or 1, T, S).
 

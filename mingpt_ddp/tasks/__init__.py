@@ -30,7 +30,7 @@ def build_task(
         initial_state: The untrusted state.json of another run, whose weights the model starts from
             (run.init_from). The task is adapted to these weights by `Task.extend`.
         recorded_state: The untrusted state.json of the snapshot to resume or to evaluate. A
-            language model takes its tokenizer from there, unless it is one of characters.
+            language model takes its tokenizer from there, unless data.tokenizer is char.
 
     Raises:
         CodeError: The user has registered something other than a Task.

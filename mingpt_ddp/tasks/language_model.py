@@ -115,10 +115,10 @@ class LanguageModel(Task):
 
     @classmethod
     def build(cls, config: Config, group: ProcessGroup, recorded_state: dict[str, Any]) -> Task:
-        """Build the task. Take the tokenizer from the snapshot, unless it is one of characters.
+        """Build the task with the tokenizer of the snapshot, or with one made from the text.
 
-        The files of a tokenizer that was trained, or given by the user, may be gone. A tokenizer of
-        characters is made from the text again.
+        The files of a tokenizer that was trained, or given by the user, may be gone, so it is taken
+        from the snapshot. A character tokenizer (data.tokenizer=char) is made from the text again.
         """
         is_given = "tokenizer" in recorded_state
         if isinstance(config.data, DataConfig) and "vocabulary" in recorded_state:

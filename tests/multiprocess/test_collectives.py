@@ -283,10 +283,11 @@ def test_a_long_value_of_rank_zero(observed):
 
 def test_nodes_with_different_values_are_refused(observed):
     message = "run error: the nodes have different texts or configurations: ['node 0"
+    advice = "; give every node the same files"
     for short, long in observed["different nodes"]:
-        assert short == ["RunError", f"{message}', 'node 2']"]
+        assert short == ["RunError", f"{message}', 'node 2']{advice}"]
         assert long[1].startswith(message)
-        assert len(long[1]) == 300 + len("run error: ")
+        assert len(long[1]) == 300 + len("run error: ") + len(advice)
 
 
 def test_the_heartbeat_tells_who_waits(observed):

@@ -213,7 +213,7 @@ def test_the_training_loss_counts_each_copy_once(runs):
         (["model.dropout=0.1"], "=2 needs model.dropout=0, because"),
         (
             ["model.dropout=0.0", "optimizer=muon"],
-            "=2 needs optimizer=adamw, say, because muon needs",
+            "=2 needs another optimizer, such as optimizer=adamw, because muon needs",
         ),
         (
             ["model.dropout=0.0", "trainer.precision=fp16"],

@@ -177,7 +177,8 @@ def _check_same_config(config: Config, runtime: Runtime) -> None:
         for rank, other in enumerate(configs):
             if differences := difference(configs[0], other):
                 raise ConfigError(
-                    f"rank {rank} has another configuration than rank 0: {'; '.join(differences)}"
+                    f"rank {rank} has another configuration than rank 0: "
+                    f"{', '.join(differences)}; start all ranks with the same settings"
                 )
 
     runtime.group.check_agreement(values, refuse)

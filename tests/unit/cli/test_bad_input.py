@@ -189,7 +189,7 @@ needs_no_mpi = pytest.mark.skipif(is_mpi_available(), reason="this torch has MPI
 SPECIAL = [
     pytest.param(
         "ddp=mpi",
-        "config error: ddp.backend=mpi, but this torch is built without MPI",
+        "config error: ddp.backend=mpi does not work, because this torch is built without MPI",
         marks=needs_no_mpi,
     ),
     pytest.param(
