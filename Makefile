@@ -6,9 +6,9 @@ RANKS ?= 2
 ARGS ?=
 LANES ?= 4
 PARALLEL = -n $(LANES) --dist loadfile --no-loadscope-reorder
-# What in ARGS names tests: then these run, whatever the target leaves out.
+# Words in ARGS that select tests. If there are any, exactly these tests run, including those that the target leaves out.
 NAMED = $(filter tests% -k% -m% --lf --last-failed,$(ARGS))
-# The test files with integrations, the longest first.
+# The test files with integrations, the slowest ones first.
 INTEGRATIONS = $(patsubst %,tests/e2e/test_%.py,slurm ray transformers trackers transformers_versions) $(shell grep -rl --include='test_*.py' mark.integration tests)
 LOWEST := .venv-lowest
 NEWEST := .venv-newest
@@ -17,12 +17,12 @@ SEED ?= $(shell date +%Y%m%d)
 PYTHON_VERSION ?= 3.12
 DIR ?= wheels
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
-# Compile what is imported, at its first import, and keep it: pip would compile everything, for half a minute.
+# Let Python compile each module at its first import. pip would spend half a minute to compile all of them.
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-rest test-all test-integrations test-slow check fuzz coverage mutation lowest newest wheels lines clean
+.PHONY: help train test test-rest test-all test-integrations test-slow check fuzz coverage mutation lowest newest wheels lines site docs clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
@@ -32,46 +32,46 @@ train: $(VENV)/.train  ## set up .venv, train the demo on RANKS=2 local processe
 	@echo
 	@echo 'next, after `. $(BIN)/activate`:'
 	@echo '  python sample.py outputs/demo prompt="The " max_new_tokens=500    # more text'
-	@echo '  python main.py experiment=demo run.name=mine data.path=my.txt ddp.nproc_per_node=$(RANKS)    # the same on your text'
+	@echo '  python main.py experiment=demo run.name=mine data.path=my.txt ddp.nproc_per_node=$(RANKS)    # train on your own text'
 	@echo '  tensorboard --logdir outputs                                      # curves of loss and speed'
 
-test: $(VENV)/.test  ## set up .venv, hold every promise once, LANES=4 files at a time; ARGS go to pytest
+test: $(VENV)/.test  ## set up .venv and test every promise once; LANES=4 test files run in parallel, ARGS are passed to pytest
 	@$(BIN)/python -m pytest $(PARALLEL) $(if $(NAMED),,-m core tests/fake_gpu tests/contract tests/unit) $(ARGS)
-	@$(if $(NAMED),,echo '`make test-rest` has beyond it: ranks over gloo, every command, faults of network, disk and S3, the rest of the contract, fuzz')
+	@$(if $(NAMED),,echo '`make test-rest` runs all other tests: several ranks, every command, faults of network, disk and S3, the rest of the contract, fuzz')
 
-test-rest: $(VENV)/.test  ## the tests that make test leaves out: several processes, all commands, faults
+test-rest: $(VENV)/.test  ## run the tests that make test leaves out: several processes, all commands, faults
 	@$(BIN)/python -m pytest $(PARALLEL) $(if $(NAMED),,-m "not core") $(ARGS)
 
-test-all: $(VENV)/.test  ## make test and make test-rest in one
+test-all: $(VENV)/.test  ## run the tests of make test and make test-rest together
 	@$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
-test-integrations: $(VENV)/.integrations  ## the tests with transformers, ONNX, trackers, Jupyter, Chromium, SLURM, Ray and Kubeflow's models
+test-integrations: $(VENV)/.integrations  ## test with transformers, ONNX, trackers, Jupyter, Chromium, SLURM, Ray and Kubeflow's models
 	@$(BIN)/python -m pytest -m integration $(PARALLEL) $(ARGS) $(INTEGRATIONS)
 
-test-slow: $(VENV)/.test  ## the longest cases: random faults, second cases of a path, installs of the extras
+test-slow: $(VENV)/.test  ## run the longest tests: random faults, further cases of a path, installation of the extras
 	@$(BIN)/python -m pytest -m slow -n 2 --dist loadfile $(ARGS)
 
-check: $(VENV)/.dev  ## format, lint, types, and the unit tests of what changed and of what imports it
+check: $(VENV)/.dev  ## check format, lint and types, and run the unit tests of changed folders and of those that import them
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff format --check --isolated --line-length 120 tests/contract
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@tests=$$($(BIN)/python scripts/changed_rooms.py) && \
-	  if [ -n "$$tests" ]; then $(BIN)/python -m pytest $$tests; else echo 'no room has changed'; fi
+	  if [ -n "$$tests" ]; then $(BIN)/python -m pytest $$tests; else echo 'no folder with unit tests has changed'; fi
 
-fuzz: $(VENV)/.test  ## CASES=10000 commands with hostile values and files, drawn by SEED=20300101, by default of today
+fuzz: $(VENV)/.test  ## run CASES=10000 commands with hostile values and files, drawn with SEED=20300101 (default: today's date)
 	@FUZZ_CASES=$(CASES) FUZZ_SEED=$(SEED) $(BIN)/python -m pytest -n $(LANES) --dist load $(ARGS) tests/fuzz
 
-coverage: $(VENV)/.test  ## branch coverage of the package over all tests, worker processes included
+coverage: $(VENV)/.test  ## measure the branch coverage of the package over all tests, including worker processes
 	@rm -f .coverage .coverage.*
 	@$(BIN)/python -m coverage run -m pytest $(ARGS)
-	@$(BIN)/python -m coverage combine -q 2>/dev/null || true  # the files of killed processes are broken
+	@$(BIN)/python -m coverage combine -q 2>/dev/null || true  # killed processes leave broken files
 	@$(BIN)/python -m coverage report
 
-mutation: $(VENV)/.dev  ## change the code in 120 places and see whether a test fails, for an hour; ARGS as of scripts/mutation.py
+mutation: $(VENV)/.dev  ## change the code in 120 places, one at a time, and see whether a test fails (an hour); ARGS go to scripts/mutation.py
 	@$(BIN)/python scripts/mutation.py $(ARGS)
 
-lowest:  ## tests of units and contract with the lowest versions in setup.cfg, but torch from constraints.txt, or TORCH=2.9.0
+lowest:  ## run unit and contract tests with the lowest versions in setup.cfg; torch is from constraints.txt, or TORCH=2.9.0
 	@rm -rf $(LOWEST)
 	@$(PYTHON) -m venv $(LOWEST)
 	@$(PYTHON) scripts/lowest_versions.py test >$(LOWEST)/constraints.txt
@@ -80,7 +80,7 @@ lowest:  ## tests of units and contract with the lowest versions in setup.cfg, b
 	@$(LOWEST)/bin/python $(PIP_INSTALL) -c $(LOWEST)/constraints.txt -e '.[test]'
 	@$(LOWEST)/bin/python -m pytest $(PARALLEL) tests/unit tests/contract $(ARGS)
 
-newest:  ## the same with the newest Hydra and OmegaConf in setup.cfg, release candidates too, the rest from constraints.txt
+newest:  ## run unit and contract tests with the newest allowed Hydra and OmegaConf, and release candidates of these two
 	@rm -rf $(NEWEST)
 	@$(PYTHON) -m venv $(NEWEST)
 	@grep -vE '^(hydra-core|omegaconf)==' constraints.txt >$(NEWEST)/constraints.txt
@@ -89,18 +89,26 @@ newest:  ## the same with the newest Hydra and OmegaConf in setup.cfg, release c
 	@$(NEWEST)/bin/python -m pip list --disable-pip-version-check | grep -E '^(hydra|omegaconf)'
 	@$(NEWEST)/bin/python -m pytest $(PARALLEL) tests/unit tests/contract $(ARGS)
 
-wheels:  ## download into DIR=wheels what a machine with torch, PYTHON_VERSION=3.12 and no network needs
+wheels:  ## download the wheels for a machine with torch, PYTHON_VERSION=3.12 and no network into DIR=wheels
 	@$(PYTHON) scripts/download_wheels.py --python-version $(PYTHON_VERSION) $(DIR)
 
-lines:  ## count the package's tokens and lines of code: without blanks, comments and docstrings
+lines:  ## count the package's tokens and lines of code, without blank lines, comments and docstrings
 	@$(PYTHON) scripts/count_lines.py
 
-clean:  ## remove .venv and what tools left behind; runs and data stay
+site: $(VENV)/.docs  ## build the documentation into build/site; a dead link or anchor fails
+	@$(BIN)/python scripts/site_pages.py
+	@$(BIN)/zensical build --clean --strict
+
+docs: $(VENV)/.docs  ## serve the documentation on http://localhost:8000, as of now
+	@$(BIN)/python scripts/site_pages.py
+	@$(BIN)/zensical serve
+
+clean:  ## remove .venv and the caches of tools; runs and data stay
 	rm -rf $(VENV) $(LOWEST) $(NEWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* *.egg-info build
 
 $(VENV)/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-	  { echo "error: Python 3.10 or newer is needed, $(PYTHON) is `$(PYTHON) -V 2>&1`; use make PYTHON=..." >&2; exit 2; }
+	  { echo "error: Python 3.10 or newer is needed, but $(PYTHON) is `$(PYTHON) -V 2>&1`; use make PYTHON=..." >&2; exit 2; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	  { echo "error: $(PYTHON) has no venv module; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 2; }
 	@$(PYTHON) -m venv $(VENV)
@@ -108,8 +116,9 @@ $(VENV)/bin/pip:
 $(VENV)/.train: EXTRAS :=
 $(VENV)/.test: EXTRAS := [test]
 $(VENV)/.integrations: EXTRAS := [integrations]
+$(VENV)/.docs: EXTRAS := [docs]
 $(VENV)/.dev: EXTRAS := [dev]
-$(VENV)/.train $(VENV)/.test $(VENV)/.integrations $(VENV)/.dev: setup.cfg constraints.txt | $(VENV)/bin/pip
+$(VENV)/.train $(VENV)/.test $(VENV)/.integrations $(VENV)/.docs $(VENV)/.dev: setup.cfg constraints.txt | $(VENV)/bin/pip
 	@echo "installing into $(VENV) (once)"
 	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.$(EXTRAS)'
 	@touch $@

@@ -2,15 +2,19 @@
 
     torchrun --standalone --nproc_per_node=3 examples/collectives.py max_bytes=4096
 
-It needs torch alone. Copy it to a new cluster, and start it as training will be started:
+This script needs only torch. Copy it to a new cluster, and start it in the same way as the training
+later:
 
     torchrun --nnodes=2 ... collectives.py all_reduce ring json=busbw.json
     mpirun -np 4 python collectives.py backend=mpi        # if torch is built with MPI
 
-Names choose operations; the keys are those of SETTINGS. Every result is checked: a wrong one ends
-all ranks with exit code 1, and a line that names operation, size, rank and position. latency: the
-median over the repetitions, on the slowest rank. algbw: bytes over latency. busbw: comparable to
-the speed of the network, for any number of ranks.
+Without names of operations, it runs all of them. SETTINGS lists the keys and their defaults. Every
+result is checked. If one is wrong, a line names the operation, the size, the rank and the position,
+and all ranks end with exit code 1. The columns of the output are:
+
+* latency: the median over the repetitions, on the slowest rank
+* algbw: the size of the message divided by the latency
+* busbw: a bandwidth that can be compared to the speed of the network, for any number of ranks
 """
 
 import json
@@ -30,26 +34,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 SETTINGS: dict[str, Any] = {
-    "backend": "auto",  # nccl on GPUs, else gloo; or gloo, nccl, mpi
-    "device": "auto",  # the GPU if there is one; or cpu, cuda
-    "min_bytes": 8,  # the smallest message, rounded down to whole numbers of 4 bytes per rank
+    "backend": "auto",  # gloo, nccl or mpi; auto chooses nccl on GPUs, else gloo
+    "device": "auto",  # cpu or cuda; auto chooses the GPU if there is one
+    "min_bytes": 8,  # smallest message; sizes are rounded down to whole floats on each rank
     "max_bytes": 1 << 24,
-    "factor": 8,  # between two sizes
-    "repetitions": 20,  # of every operation and size
+    "factor": 8,  # each size is this many times the previous one
+    "repetitions": 20,  # number of measurements of each operation and size
     "timeout_s": 120.0,  # how long a rank waits for the others
-    "json": "",  # a file to write the numbers to
+    "json": "",  # name of a file to write the numbers to
 }
-# torch 2.13 has renamed them.
+# torch 2.13 has renamed these functions.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Message:
-    """The tensors of one message size on this rank: one row of n numbers per rank.
+    """This rank's tensors for one message size. A tensor has a row of n numbers for each rank.
 
-    An input holds its position modulo a prime, so that rows differ, plus its rank. So every correct
-    output is known, exactly in fp32 on up to 4,000 ranks, and a value of another rank or position
-    is noticed.
+    Each number of the input is its position modulo a prime, so that rows differ, plus the rank. The
+    correct output of every operation is therefore known, and exact in fp32 on up to 4,000 ranks. A
+    number from a wrong rank or position is noticed.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -59,32 +63,33 @@ class Message:
         self.positions = positions.float().view(self.ranks, n)  # the input of rank 0
         self.input = self.positions + self.rank
         self.output = torch.empty_like(self.input)
-        self.total = self.ranks * self.positions + self.ranks * (self.ranks - 1) / 2  # of inputs
+        # The sum of the inputs of all ranks.
+        self.total = self.ranks * self.positions + self.ranks * (self.ranks - 1) / 2
 
     def rows(self, row: int) -> Tensor:
-        """Return this row of the inputs of all ranks, (ranks, n)."""
+        """Compute one row of every rank's input, (ranks, n)."""
         ranks = torch.arange(self.ranks, device=self.positions.device)
         return self.positions[row] + ranks[:, None]
 
     def on_rank_0(self, rows: Any) -> Any:
-        """Return the rows on rank 0, and none of them on other ranks."""
+        """Return all rows on rank 0, and no rows on other ranks."""
         return rows if self.rank == 0 else rows[:0]
 
 
 def exchange(outgoing: Tensor, incoming: Tensor) -> None:
     """Send a tensor to the next rank while receiving one from the previous rank."""
     if outgoing.is_cuda and "cuda:gloo" in dist.get_backend_config():
-        raise RuntimeError("gloo does not support sending tensors of a GPU, and crashes")
+        raise RuntimeError("gloo does not support sending tensors of a GPU: it would crash")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     send = dist.P2POp(dist.isend, outgoing, (rank + 1) % ranks)
     receive = dist.P2POp(dist.irecv, incoming, (rank - 1) % ranks)
-    # Both at once: two blocking sends would wait for each other.
+    # Send and receive at once, because two blocking sends would wait for each other.
     for work in dist.batch_isend_irecv([send, receive]):
         work.wait()
 
 
 def ring_all_reduce(values: Tensor) -> None:
-    """Sum a tensor (n) over all ranks, in place; ring_hook.py says how."""
+    """Sum a tensor (n) over all ranks, in place. ring_hook.py explains the algorithm."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     chunks = values.tensor_split(ranks)
     received = torch.empty_like(chunks[0])
@@ -99,12 +104,17 @@ def ring_all_reduce(values: Tensor) -> None:
 
 
 class Operation(NamedTuple):
-    """A collective: what it does to a message, and what is expected of it."""
+    """A collective.
 
-    call: Callable[[Message], object]  # the output starts as a copy of the input
-    expected: Callable[[Message], Tensor]  # the first elements of the output
-    # Bus bandwidth over algorithm bandwidth, in units of (ranks - 1) / ranks; 0: they are equal.
-    # Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+    Attributes:
+        call: Runs the collective on a message, whose output starts as a copy of its input.
+        expected: Computes the correct values of the output's first elements.
+        shares: busbw is algbw times this number times (ranks - 1) / ranks. If it is 0, both are
+            equal. Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+    """
+
+    call: Callable[[Message], object]
+    expected: Callable[[Message], Tensor]
     shares: int = 0
 
 
@@ -140,14 +150,19 @@ OPERATIONS = {
 
 
 def measure(name: str, message: Message, repetitions: int) -> tuple[list[float], str]:
-    """Return the seconds of each repetition of an operation, and the first wrong value, or ""."""
+    """Time an operation and check its results.
+
+    Returns:
+        The seconds of each repetition, and a description of the first wrong value or "".
+    """
     operation = OPERATIONS[name]
     expected = operation.expected(message).flatten()
     result = message.output.view(-1)[: len(expected)]
     wait = torch.cuda.synchronize if message.input.is_cuda else lambda: None
     fault = ""
     times = []
-    for _ in range(1 + repetitions):  # the first one opens connections
+    # The first call opens connections and is not measured.
+    for _ in range(1 + repetitions):
         message.output.copy_(message.input)
         dist.barrier()
         wait()
@@ -156,15 +171,18 @@ def measure(name: str, message: Message, repetitions: int) -> tuple[list[float],
         wait()
         times.append(time.perf_counter() - start)
         if not fault and not torch.equal(result, expected):
-            # The other ranks go on: do not leave the loop.
+            # Do not leave the loop, because the other ranks go on with the next repetition.
             at = int((result != expected).nonzero()[0])
             fault = f"position {at} is {result[at]:g} and not {expected[at]:g}"
     return times[1:], fault
 
 
 def check_barrier(store: dist.Store) -> str:
-    """Return what is wrong if a barrier ends before the last rank has begun it, or ""."""
-    time.sleep(0.01 * (dist.get_rank() % 8))  # so that the ranks arrive one after the other
+    """Check that a barrier does not end before the last rank has begun it.
+
+    Return a description of the error, or "".
+    """
+    time.sleep(0.01 * (dist.get_rank() % 8))  # let the ranks arrive one after the other
     store.add("arrived", 1)
     dist.barrier()
     arrived, ranks = store.add("arrived", 0), dist.get_world_size()
@@ -172,22 +190,25 @@ def check_barrier(store: dist.Store) -> str:
 
 
 def gather(value: float, device: torch.device) -> list[float]:
-    """Return the number of every rank, in rank order."""
+    """Collect a number from every rank, in rank order."""
     own = torch.tensor([value], dtype=torch.float64, device=device)
-    of_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(of_ranks, own)
-    return [float(of_rank) for of_rank in of_ranks]
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own)
+    return [float(number) for number in gathered]
 
 
 def check(ok: bool, message: str) -> None:
-    """End with exit code 2 unless `ok`. Each rank says why: torchrun ends all after the first."""
+    """End with exit code 2 unless `ok`.
+
+    Every rank prints the message, because torchrun ends all ranks after the first one.
+    """
     if not ok:
         print(f"error: {message}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 
 def read_words(words: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return the operations and the settings of a command line."""
+    """Parse the operations and the settings on the command line."""
     names = []
     settings = dict(SETTINGS)
     for word in words:
@@ -210,7 +231,11 @@ def read_words(words: list[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def connect(settings: dict[str, Any]) -> tuple[torch.device, dist.Store | None]:
-    """Join the process group; return this rank's device, and the store of all (MPI has none)."""
+    """Join the process group.
+
+    Returns:
+        This rank's device, and the store that the ranks share. MPI has no store.
+    """
     on_gpu = settings["device"] != "cpu" and torch.cuda.is_available()
     check(on_gpu or settings["device"] != "cuda", "device=cuda, but this machine has no GPU")
     backend = settings["backend"]
@@ -227,7 +252,7 @@ def connect(settings: dict[str, Any]) -> tuple[torch.device, dist.Store | None]:
         dist.init_process_group("mpi")
         return device, None
     is_launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    check(is_launched, "it needs several ranks; start it with torchrun --nproc_per_node=3")
+    check(is_launched, "this needs several ranks; start it with torchrun --nproc_per_node=3")
     timeout = timedelta(seconds=settings["timeout_s"])
     store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
@@ -249,7 +274,8 @@ def main() -> None:
             rows.append(row)
             try:
                 times, fault = measure(name, Message(size, device), settings["repetitions"])
-            except RuntimeError as error:  # torch has no class of its own for this one
+            # torch has no specific type for the error of an unsupported operation.
+            except RuntimeError as error:
                 if "support" not in str(error):
                     raise
                 show(f"{name:<14} {size:>11}  not supported by {backend}")
@@ -264,10 +290,11 @@ def main() -> None:
             show(f"{name:<14} {size:>11} {speeds}")
             has_fault = gather(bool(fault), device)
             if any(has_fault):
-                if rank == has_fault.index(True):  # the first of them
+                # Only the first rank with a wrong value prints it.
+                if rank == has_fault.index(True):
                     place = f"{name} of {size} bytes is wrong on rank {rank}"
                     print(f"error: {place}: {fault}", file=sys.stderr, flush=True)
-                gather(0.0, device)  # no rank ends before that is printed
+                gather(0.0, device)  # no rank ends before the error is printed
                 sys.exit(1)
     show("every result is correct")
     if rank == 0 and settings["json"]:
@@ -282,7 +309,7 @@ def show(line: str) -> None:
 
 
 def sizes(settings: dict[str, Any], ranks: int) -> list[int]:
-    """Return the sizes of messages, in bytes."""
+    """List the sizes of the messages in bytes."""
     found = []
     size = settings["min_bytes"]
     while size <= settings["max_bytes"]:
@@ -294,5 +321,6 @@ def sizes(settings: dict[str, Any], ranks: int) -> list[int]:
 if __name__ == "__main__":
     try:
         main()
-    except (RuntimeError, OSError) as error:  # torch's own are RuntimeErrors
+    # All errors of torch are RuntimeErrors.
+    except (RuntimeError, OSError) as error:
         sys.exit(f"error: {' '.join(str(error).split())[:300]}")

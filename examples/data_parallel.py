@@ -1,9 +1,10 @@
-"""Train with nn.DataParallel: examples/train.py, with a loss that calls the parallel model.
+"""Train with nn.DataParallel, in a copy of examples/train.py whose loss calls the parallel model.
 
     python examples/data_parallel.py
 
-One process has a thread for each GPU. In every step it copies the model to all GPUs and splits each
-micro-batch over them. On a CPU nn.DataParallel calls the model itself. DDP is faster.
+A single process has one thread for each GPU. In every step it copies the model to all GPUs and
+splits each micro-batch over them. Without a GPU, nn.DataParallel just calls the model. DDP is
+faster than nn.DataParallel.
 """
 
 from typing import Any
@@ -26,7 +27,7 @@ from mingpt_ddp.loop import (
     read_env,
 )
 
-# All other keys have the defaults of docs/configuration.md.
+# All other keys have their defaults, which docs/configuration.md lists.
 SETTINGS: dict[str, dict[str, Any]] = {
     "run": {"name": "data_parallel", "seed": 1337},
     "model": {"name": "tiny", "architecture": "gpt", "n_layer": 3, "n_head": 3, "n_embd": 48},
@@ -43,18 +44,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "snapshot": {},
     "tracker": {"tensorboard": True},
 }
-LOG_EVERY = 10  # steps
+# Intervals in steps.
+LOG_EVERY = 10
 EVAL_EVERY = 100
 SAVE_EVERY = 100
 
 
 def train(config: Config) -> TrainState:
-    """Train to trainer.max_steps; return what was reached."""
+    """Train to trainer.max_steps, and return the step and the losses that the run has reached."""
     runtime = Runtime(config, read_env())  # device, precision, process group, strategy
-    task = build_task(config, runtime.group)  # the data, and what a model learns from it
+    task = build_task(config, runtime.group)  # the data, the loss and the metrics
     loader = task.train_loader(runtime.device)
     plan = plan_batches(config, runtime.group.data_size)
-    trained = build_trainable(runtime, task)  # model, optimizer, average of the weights
+    trained = build_trainable(runtime, task)  # the model, its optimizer and its averaged weights
     parallel = nn.DataParallel(trained.model)
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -87,5 +89,5 @@ def train(config: Config) -> TrainState:
 
 
 if __name__ == "__main__":
-    with process_exit():  # an error is one line
+    with process_exit():  # an error is shown as one line, without a traceback
         train(from_mapping(SETTINGS))

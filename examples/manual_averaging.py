@@ -1,9 +1,10 @@
-"""Average the gradients by hand: examples/train.py with a few changed lines.
+"""Average the gradients by hand, in a copy of examples/train.py with a few changed lines.
 
     torchrun --standalone --nproc_per_node=2 examples/manual_averaging.py
 
 DDP averages gradients during the backward pass. Here `no_sync` turns that off, and an all-reduce
-for each parameter follows the backward pass. The weights are those of DDP, except for rounding.
+for each parameter follows the backward pass. The weights equal those that DDP trains, except for
+rounding.
 """
 
 from typing import Any
@@ -26,7 +27,7 @@ from mingpt_ddp.loop import (
     read_env,
 )
 
-# All other keys have the defaults of docs/configuration.md.
+# All other keys have their defaults, which docs/configuration.md lists.
 SETTINGS: dict[str, dict[str, Any]] = {
     "run": {"name": "manual_averaging", "seed": 1337},
     "model": {"name": "tiny", "architecture": "gpt", "n_layer": 3, "n_head": 3, "n_embd": 48},
@@ -42,25 +43,26 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "snapshot": {},
     "tracker": {"tensorboard": True},
 }
-LOG_EVERY = 10  # steps
+# Intervals in steps.
+LOG_EVERY = 10
 EVAL_EVERY = 100
 SAVE_EVERY = 100
 
 
 def train(config: Config) -> TrainState:
-    """Train to trainer.max_steps; return what was reached."""
+    """Train to trainer.max_steps, and return the step and the losses that the run has reached."""
     runtime = Runtime(config, read_env())  # device, precision, process group, strategy
-    task = build_task(config, runtime.group)  # the data, and what a model learns from it
+    task = build_task(config, runtime.group)  # the data, the loss and the metrics
     loader = task.train_loader(runtime.device)
     plan = plan_batches(config, runtime.group.data_size)
-    trained = build_trainable(runtime, task)  # model, optimizer, average of the weights
+    trained = build_trainable(runtime, task)  # the model, its optimizer and its averaged weights
     step = TrainStep(runtime, task, loader, plan, trained)
     evaluator = Evaluator(task, runtime)
     with RunLog(step) as run:  # locks the run directory and loads the newest snapshot
         ddp = step.parallel_model
         assert isinstance(ddp, DistributedDataParallel), "start several ranks"
         for n in range(run.state.step + 1, step.steps + 1):
-            with ddp.no_sync():  # DDP averages nothing
+            with ddp.no_sync():  # DDP does not average gradients here
                 losses = step.passes(n)  # forward, backward
             gradients = [p.grad for p in trained.model.parameters() if p.grad is not None]
             for gradient in gradients:
@@ -85,5 +87,5 @@ def train(config: Config) -> TrainState:
 
 
 if __name__ == "__main__":
-    with process_exit():  # an error is one line
+    with process_exit():  # an error is shown as one line, without a traceback
         train(from_mapping(SETTINGS))

@@ -1,11 +1,12 @@
-"""A GPT that places its own layers on the GPUs of a rank, under DistributedDataParallel.
+"""Train a GPT that places its own layers on several GPUs, under DistributedDataParallel.
 
     python main.py --config-dir=examples model=model_parallel ddp.nproc_per_node=2 \
         trainer.max_steps=20
 
-Two ranks on a machine with four GPUs have two each: local rank 0 has GPUs 0 and 2, local rank 1 has
-1 and 3. Without a GPU all layers are on the CPU; the numbers are the same wherever they are. The
-GPUs of a rank work one after the other: they make room for a larger model, they are no faster.
+On a machine with four GPUs, each of the two ranks has two: local rank 0 has GPUs 0 and 2, local
+rank 1 has GPUs 1 and 3. Without a GPU all layers are on the CPU. The layout does not change the
+numbers. The GPUs of a rank work one after the other: they make room for a larger model, but they
+are not faster than one.
 """
 
 import os
@@ -20,6 +21,8 @@ from mingpt_ddp.registry import ModelConfig, check, register
 
 @dataclass(frozen=True)
 class ModelParallelConfig(ModelConfig):
+    """The keys of model=model_parallel."""
+
     n_layer: int
     n_head: int
     n_embd: int  # width of the residual stream
@@ -31,7 +34,7 @@ class ModelParallelConfig(ModelConfig):
 
 
 class Block(nn.Module):
-    """Causal attention, then an MLP; each adds to the residual stream."""
+    """A block of causal attention and an MLP, which both add to the residual stream."""
 
     def __init__(self, n_head: int, n_embd: int) -> None:
         super().__init__()
@@ -64,12 +67,14 @@ class ModelParallel(nn.Module):
         self.head = nn.Sequential(nn.LayerNorm(config.n_embd), nn.Linear(config.n_embd, vocab_size))
 
     def to_devices(self, device: torch.device) -> None:
-        """Move the embeddings to the first device, the blocks in equal runs, the head to the last.
+        """Move the layers to the devices of this rank.
 
-        mingpt_ddp calls this instead of `to`.
+        The embeddings go to the first device, and the head goes to the last one. Each device gets
+        an equal number of consecutive blocks. mingpt_ddp calls this method instead of `to`.
 
         Args:
-            device: of the rank, where `forward` gets its batch and returns its result.
+            device: The rank's own device. `forward` gets its batch there and returns its result
+                there.
         """
         devices = gpus_of_rank(device) if device.type == "cuda" else [device]
         self.token_embedding.to(device)
@@ -90,8 +95,8 @@ class ModelParallel(nn.Module):
 
 
 def gpus_of_rank(first: torch.device) -> list[torch.device]:
-    """Return the GPUs that no other local rank has: every n-th of n local ranks."""
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by what starts the ranks
+    """List the GPUs of this rank. With n local ranks, it has every n-th GPU."""
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by the launcher
     numbers = range(first.index or 0, torch.cuda.device_count(), local_ranks)
     return [torch.device("cuda", number) for number in numbers]
 

@@ -10,8 +10,8 @@ much larger, more sequences hardly improve the step. metrics.jsonl and TensorBoa
 scale as train_noise_scale, train_noise_scale_blocks.0 and so on. A step needs at least two
 micro-batches. An estimate from few steps is rough, and may be negative.
 
-Register this hook before hooks that change the gradients. It does not work with tensor parallelism
-or ddp.sync_batchnorm, which are refused.
+Register this hook before hooks that change the gradients. Tensor parallelism and
+ddp.sync_batchnorm are refused, because the hook does not work with them.
 
 Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv:1812.06162),
 appendix A.1.

@@ -1,15 +1,15 @@
-r"""Log the norms of each layer: of its weights, its gradients, and the change by each step.
+r"""Log the norms of each layer's weights, gradients and updates.
 
     python main.py experiment=demo run.name=norms ddp.nproc_per_node=2 trainer.max_steps=20 \
         +data.code=$PWD/examples/norms.py
 
 metrics.jsonl and TensorBoard then have means over the steps between two log lines, named
-train_weights_blocks.0, train_gradients_blocks.0, train_update_blocks.0 and so on. A ratio of update
-to weights near 0.001 is usual. A gradient norm that falls to zero in the first layers, or grows
-there, shows where training fails. The gradients are those before clipping.
+train_weights_blocks.0, train_gradients_blocks.0, train_update_blocks.0 and so on. The norm of an
+update is usually about 0.001 of the norm of the weights. A gradient norm that falls to zero in the
+first layers, or grows there, shows where training fails. Gradients are measured before clipping.
 
-The hook keeps a copy of the weights, which is in the snapshots, too. With fsdp, hsdp and tensor
-parallelism each rank holds another part of the weights: do not use it there.
+The hook keeps a copy of the weights, which the snapshots include. Do not use it with fsdp, hsdp or
+tensor parallelism, where each rank holds only a part of the weights.
 """
 
 import re
@@ -19,12 +19,17 @@ from torch import Tensor
 
 from mingpt_ddp.registry import acts
 
-# The layer of a parameter: blocks.0 of blocks.0.up.weight, head of head.weight.
+# Matches the layer in the name of a parameter: blocks.0 in blocks.0.up.weight, head in head.weight.
 LAYER = re.compile(r"(.*?\.)?\d+(?=\.)|[^.]+")
 
 
 def norms(kind: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the 2-norm of each layer, from its tensors by parameter."""
+    """Compute the 2-norm of each layer.
+
+    Args:
+        kind: The first word of the metrics' names: weights, gradients or update.
+        tensors: A tensor for each parameter, by the parameter's name.
+    """
     by_layer: dict[str, list[Tensor]] = {}
     for name, tensor in tensors.items():
         layer = (LAYER.match(name) or [name])[0]
@@ -40,7 +45,7 @@ def gradient_norms(step: int, gradients: dict[str, Tensor]) -> dict[str, Tensor]
 
 @acts("update")
 class UpdateNorms:
-    """Measure the weights after each step, and their change since the step before."""
+    """Measure the weights after each step, and their change since the previous step."""
 
     def __init__(self) -> None:
         self.before: dict[str, Tensor] = {}

@@ -1,10 +1,10 @@
-"""Average the gradients by a ring all-reduce, made of sends and receives: a hook of your own.
+"""Average the gradients with a communication hook of your own, a ring all-reduce.
 
     python main.py experiment=demo run.name=ring ddp.nproc_per_node=3 trainer.max_steps=20 \
         ddp.comm_hook=ring +data.code=$PWD/examples/ring_hook.py
 
-Every rank has the same bits, and a run resumes byte for byte. The hook blocks the backward pass, so
-DDP's own all-reduce is faster. On GPUs it needs NCCL.
+The ring is made of sends and receives. Every rank gets the same bits, and a run resumes byte for
+byte. The hook blocks the backward pass, so DDP's own all-reduce is faster. On GPUs it needs NCCL.
 """
 
 import torch
@@ -19,10 +19,11 @@ from mingpt_ddp.registry import register_comm_hook
 def ring_hook(state: None, bucket: dist.GradBucket) -> Future[Tensor]:
     """Average a bucket of gradients over all ranks.
 
-    DDP calls it in one thread, and in the same order of buckets on every rank.
+    DDP calls this hook in one thread, with the buckets in the same order on every rank.
     """
     average = bucket.buffer()
-    average.div_(dist.get_world_size())  # before the sum, which may overflow in 16 bits
+    # Divide before the sum, which may overflow in 16 bits.
+    average.div_(dist.get_world_size())
     ring_all_reduce(average)
     future: Future[Tensor] = Future(devices=[average.device] if average.is_cuda else None)
     future.set_result(average)
@@ -30,20 +31,20 @@ def ring_hook(state: None, bucket: dist.GradBucket) -> Future[Tensor]:
 
 
 def ring_all_reduce(values: Tensor) -> None:
-    """Sum a tensor (n) over all ranks, in place. A collective.
+    """Sum a tensor (n) over all ranks, in place. This is a collective.
 
     The tensor is cut into one chunk per rank. In every step each rank passes one chunk to the next
-    rank. In the first ranks - 1 steps, the reduce-scatter, the receiver adds its own values: then
-    each rank has the whole sum of one chunk. In the other ranks - 1 steps, the all-gather, these
-    sums go around. Each rank sends 2 (ranks - 1) / ranks of the tensor, which is the least
-    possible, however many ranks there are.
+    rank. The first ranks - 1 steps are a reduce-scatter: the receiver adds its own values, and in
+    the end each rank has the complete sum of one chunk. The other ranks - 1 steps are an
+    all-gather: the sums go around the ring. Each rank sends 2 (ranks - 1) / ranks of the tensor,
+    which is the least possible for any number of ranks.
 
     Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
     workstations".
     """
     rank = dist.get_rank()
     ranks = dist.get_world_size()
-    chunks = values.tensor_split(ranks)  # views; the first ones may be longer by one
+    chunks = values.tensor_split(ranks)  # views; the first ones may have one more element
     received = torch.empty_like(chunks[0])
     for step in range(2 * (ranks - 1)):
         outgoing = chunks[(rank - step) % ranks]
@@ -67,6 +68,6 @@ def exchange(outgoing: Tensor, incoming: Tensor) -> None:
     ranks = dist.get_world_size()
     send = dist.P2POp(dist.isend, outgoing, (rank + 1) % ranks)
     receive = dist.P2POp(dist.irecv, incoming, (rank - 1) % ranks)
-    # Both at once: two blocking sends would wait for each other.
+    # Send and receive at once, because two blocking sends would wait for each other.
     for work in dist.batch_isend_irecv([send, receive]):
         work.wait()

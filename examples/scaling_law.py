@@ -4,15 +4,17 @@ r"""Fit a scaling law to the losses of runs of several sizes.
         trainer.max_steps=20 trainer.eval_steps=10 trainer.sample_every=null run.seed=1,2 \
         && python examples/scaling_law.py outputs/sizes
 
-The law is loss = offset + factor * x^-exponent, and x is the number of parameters. A second word
-names another number of the runs, such as data.truncate or trainer.max_steps. Sweep this number and
-the seed alone: other settings have laws of their own. A law needs three values of x over a factor
-of four, better five or more; with three values it has no offset. Tune the learning rate at each
-size first. Otherwise the exponent describes a recipe whose learning rate is wrong at most sizes.
+The law is loss = offset + factor * x^-exponent, where x is the number of parameters. To use another
+setting of the runs as x, such as data.truncate or trainer.max_steps, give its name as a second
+argument. Sweep only this setting and the seed, because each combination of other settings has its
+own law. A law needs at least three values of x, and the largest must be four times the smallest.
+Five values or more are better. With three values the law has no offset. Tune the learning rate at
+each size first. Otherwise the exponent describes a recipe whose learning rate is wrong at most
+sizes.
 
 Sources: Kaplan et al., Scaling Laws for Neural Language Models, 2020 (arXiv:2001.08361), and
-Hoffmann et al., Training Compute-Optimal Large Language Models, 2022 (arXiv:2203.15556), whose law
-has the offset, which is the loss that no size undercuts.
+Hoffmann et al., Training Compute-Optimal Large Language Models, 2022 (arXiv:2203.15556). The second
+one introduces the offset, the loss that remains at any size.
 """
 
 import sys
@@ -29,7 +31,10 @@ EXPONENTS = np.geomspace(0.005, 3.0, 100)  # published exponents are 0.05 to 0.4
 
 
 class Law(NamedTuple):
-    """loss = offset + factor * x^-exponent, and the ends of the exponent's interval."""
+    """The law loss = offset + factor * x^-exponent.
+
+    `low` and `high` are the ends of the confidence interval of the exponent.
+    """
 
     offset: float
     factor: float
@@ -42,9 +47,9 @@ def fit(xs: Sequence[float], losses: Sequence[float]) -> Law:
     """Fit a law by least squares of the relative residuals.
 
     For each exponent, the offset and the factor follow from linear equations, and neither may be
-    negative (variable projection: Golub and Pereyra, 1973). A grid of exponents finds the lowest
-    minimum. The interval has the exponents whose squares the F distribution allows (Bates and
-    Watts, Nonlinear Regression Analysis, 1988, 6.1).
+    negative (variable projection: Golub and Pereyra, 1973). A grid of exponents finds the lowest of
+    several minima. The interval contains the exponents whose sum of squares passes an F test
+    (Bates and Watts, Nonlinear Regression Analysis, 1988, 6.1).
 
     Raises:
         ValueError: There are fewer than three values of x, or they are too close to each other.
@@ -52,7 +57,10 @@ def fit(xs: Sequence[float], losses: Sequence[float]) -> Law:
     x, y = np.array(xs), np.array(losses)
     distinct = np.unique(x)
     if len(distinct) < 3 or not 0 < 4 * distinct[0] <= distinct[-1]:
-        raise ValueError("a law needs runs at three values of x or more, over a factor of four")
+        raise ValueError(
+            "a law needs runs at three or more values of x, the largest at least four times the "
+            "smallest"
+        )
     has_offset = len(distinct) > 3
 
     def solve(exponent: float) -> tuple[np.ndarray, float]:
@@ -79,7 +87,12 @@ def fit(xs: Sequence[float], losses: Sequence[float]) -> Law:
 
 
 def main(directory: str, name: str = "parameters") -> None:
-    """Print the law of the complete runs in a directory."""
+    """Fit a law to the complete runs in a directory, and print it.
+
+    Args:
+        directory: Directory of the sweep.
+        name: Name of x: a setting of the runs, or "parameters".
+    """
     runs = [row for row in mingpt_ddp.rows(directory) if row["status"] == "complete"]
     found = [(row[name], row["val_loss"]) for row in runs if row.get(name) and row["val_loss"]]
     try:

@@ -1,9 +1,10 @@
-"""Train a small GPT in a loop of your own: the parts of main.py, without Hydra. Copy and change it.
+"""Train a small GPT in a loop of your own, with the parts of main.py but without Hydra.
 
     python examples/train.py
     torchrun --nproc_per_node=2 examples/train.py
 
-The same command again resumes from the newest snapshot, to the bits of a run that never stopped.
+Copy this file and change it. If you run the same command again, it resumes from the newest
+snapshot. The weights are then, bit for bit, those of a run that never stopped.
 """
 
 from typing import Any
@@ -23,7 +24,7 @@ from mingpt_ddp.loop import (
     read_env,
 )
 
-# All other keys have the defaults of docs/configuration.md.
+# All other keys have their defaults, which docs/configuration.md lists.
 SETTINGS: dict[str, dict[str, Any]] = {
     "run": {"name": "example", "seed": 1337},
     "model": {"name": "tiny", "architecture": "gpt", "n_layer": 3, "n_head": 3, "n_embd": 48},
@@ -39,18 +40,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "snapshot": {},
     "tracker": {"tensorboard": True},
 }
-LOG_EVERY = 10  # steps
+# Intervals in steps.
+LOG_EVERY = 10
 EVAL_EVERY = 100
 SAVE_EVERY = 100
 
 
 def train(config: Config) -> TrainState:
-    """Train to trainer.max_steps; return what was reached."""
+    """Train to trainer.max_steps, and return the step and the losses that the run has reached."""
     runtime = Runtime(config, read_env())  # device, precision, process group, strategy
-    task = build_task(config, runtime.group)  # the data, and what a model learns from it
+    task = build_task(config, runtime.group)  # the data, the loss and the metrics
     loader = task.train_loader(runtime.device)
     plan = plan_batches(config, runtime.group.data_size)
-    trained = build_trainable(runtime, task)  # model, optimizer, average of the weights
+    trained = build_trainable(runtime, task)  # the model, its optimizer and its averaged weights
     step = TrainStep(runtime, task, loader, plan, trained)
     evaluator = Evaluator(task, runtime)
     with RunLog(step) as run:  # locks the run directory and loads the newest snapshot
@@ -75,5 +77,5 @@ def train(config: Config) -> TrainState:
 
 
 if __name__ == "__main__":
-    with process_exit():  # an error is one line
+    with process_exit():  # an error is shown as one line, without a traceback
         train(from_mapping(SETTINGS))

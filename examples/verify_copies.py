@@ -3,16 +3,17 @@ r"""Compare the weights of all ranks in every step, to find a bit that has flipp
     python main.py experiment=demo run.name=verified ddp.nproc_per_node=2 trainer.max_steps=20 \
         +data.code=$PWD/examples/verify_copies.py
 
-Damaged memory raises no error: the run goes on with other weights. With ddp.strategy=ddp or zero1
+Damaged memory raises no error: the run continues with wrong weights. With ddp.strategy=ddp or zero1
 all ranks hold equal weights, bit for bit. After each update this hook adds up the bits of every
-weight, and compares the sums of all ranks. If one differs, an error names the rank and the weight,
-and this step is not saved. The launcher restarts the run from the last snapshot; so does the same
-command, if you run it again.
+weight, and compares the sums of all ranks. If a sum differs, an error names the rank and the
+weight, and this step is not saved. The launcher then restarts the run from the last snapshot. The
+same command also does this if you run it again.
 
 To compare less often, copy this file and change EVERY. A snapshot of a step in between is then not
-checked, and may hold damaged weights. The hook cannot see a flip in an activation or a gradient,
-which reaches all ranks alike through the average; a replay finds it (docs/fault-tolerance.md). With
-fsdp, hsdp and tensor parallelism each rank holds another part of the weights: do not use it there.
+checked, and may hold damaged weights. The hook cannot see a flipped bit in an activation or a
+gradient, because the average passes its effect to all ranks alike. A replay finds such a bit
+(docs/fault-tolerance.md). Do not use the hook with fsdp, hsdp or tensor parallelism, where each
+rank holds only a part of the weights.
 """
 
 from collections import Counter
@@ -30,11 +31,11 @@ CHUNK = 1 << 20  # number of elements to convert to int64 at once
 
 @acts("update")
 def verify_copies(step: int, weights: dict[str, Tensor]) -> None:
-    """Compare the weights of all ranks. A collective.
+    """Compare the weights of all ranks. This is a collective.
 
     Raises:
-        RuntimeError: On every rank. It names the step, a weight, and the ranks that hold other bits
-            than most ranks do.
+        RuntimeError: The ranks hold different bits of a weight. Every rank raises this error, which
+            names the step, the weight and the ranks that differ from most others.
     """
     if step % EVERY or not dist.is_initialized():
         return
@@ -47,16 +48,16 @@ def verify_copies(step: int, weights: dict[str, Tensor]) -> None:
         if count == len(by_rank):
             continue
         odd = [rank for rank, value in enumerate(by_rank) if value != common]
-        message = f"after step {step} rank {odd[0]} holds other bits of {name} than "
+        message = f"after step {step} rank {odd[0]} holds different bits of {name} than "
         if 2 * count > len(by_rank):
             raise RuntimeError(f"{message}most ranks (odd ranks: {odd}); test its memory")
         raise RuntimeError(f"{message}rank {by_rank.index(common)}; test the memory of both")
 
 
 def sum_of_bits(weight: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits, read as integers of its width, modulo 2**64.
+    """Sum a tensor's elements, whose bits are read as integers of the same width, modulo 2**64.
 
-    Any single flipped bit changes it. It does not depend on the order of the additions.
+    Any single flipped bit changes the sum. It does not depend on the order of the additions.
     """
     words = weight.flatten().view(INTEGERS[weight.element_size()])
     return torch.stack([part.sum(dtype=torch.int64) for part in words.split(CHUNK)]).sum()

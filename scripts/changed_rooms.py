@@ -1,9 +1,10 @@
-"""Print the folders and files of tests/unit to run for what has changed: `make check`.
+"""Print the folders and files of tests/unit that a change affects. `make check` runs them.
 
-Changed is what differs from the commit where this branch left origin/main, or main: commits, the
-working tree, new files. The tests of a room, a folder or module of the package, run if it has
-changed or any room that it imports, also through others; without git, and after a change of what
-many tests depend on (a preset, a helper of tests, setup.cfg), all unit tests.
+Changes are all differences from the commit where this branch left origin/main, or main: commits,
+edits in the working tree and new files. A room is a folder or module of the package. The tests of a
+room run if the room has changed, or any room that it imports directly or through others. All unit
+tests run without git, and after a change that many tests depend on (a preset, a helper of the
+tests, setup.cfg).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ TESTS = Path("tests/unit")
 
 
 def git(*words: str) -> list[str] | None:
-    """Return the lines that git prints, or None if it fails or is not there."""
+    """Return the lines that a git command prints, or None if git fails or is not installed."""
     if shutil.which("git"):
         done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
         return None if done.returncode else done.stdout.splitlines()
@@ -29,7 +30,7 @@ def git(*words: str) -> list[str] | None:
 
 
 def changed_files() -> list[str] | None:
-    """Return the paths that have changed, or None if git cannot tell."""
+    """List the paths that have changed. Return None if git cannot tell."""
     if base := git("merge-base", "HEAD", "origin/main") or git("merge-base", "HEAD", "main"):
         new = git("ls-files", "--others", "--exclude-standard")
         return [*(git("diff", "--name-only", "--no-renames", base[0]) or []), *(new or [])]
@@ -38,10 +39,11 @@ def changed_files() -> list[str] | None:
 
 @functools.cache
 def imports(room: Path) -> set[str]:
-    """Return the rooms that the modules of a room import, also in functions."""
+    """Find the rooms that the modules of a room import, also inside functions."""
     found = set()
     for path in room.rglob("*.py") if room.is_dir() else [room]:
-        tree = ast.parse("" if path.name == "__main__.py" else path.read_text())  # a command: cli
+        # A __main__.py only starts a command. The tests of cli cover it.
+        tree = ast.parse("" if path.name == "__main__.py" else path.read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):
                 found |= {f"{node.module}.{alias.name}" for alias in node.names}
@@ -51,7 +53,7 @@ def imports(room: Path) -> set[str]:
 
 
 def with_importers(rooms: set[str]) -> set[str]:
-    """Return the rooms, those that import them, those that import these, and so on."""
+    """Add to these rooms all rooms that import any of them, directly or through others."""
     places = [*(ROOT / PACKAGE).iterdir(), ROOT / "benchmarks"]
     imported = {path.stem: imports(path) for path in places if rooms}
     while more := {name for name, below in imported.items() if below & rooms} - rooms:
@@ -60,7 +62,7 @@ def with_importers(rooms: set[str]) -> set[str]:
 
 
 def tests_of(changed: Iterable[str]) -> list[Path]:
-    """Return the folders and files of tests for changed paths, none for none."""
+    """List the folders and files of tests that these changed paths affect."""
     found, rooms = set(), set()
     for path in map(Path, changed):
         if path.is_relative_to(TESTS) and path.parent != TESTS:
@@ -71,7 +73,7 @@ def tests_of(changed: Iterable[str]) -> list[Path]:
             return [TESTS]
         found.update(file.relative_to(ROOT) for file in (ROOT / TESTS).glob("test_*.py"))
     for room in with_importers(rooms):
-        # those of a command's module, as mingpt_ddp/sample.py, stand in cli/
+        # The tests of a command's module, such as mingpt_ddp/sample.py, are in cli/.
         found.add(TESTS / room if (ROOT / TESTS / room).is_dir() else TESTS / "cli")
     return sorted(path for path in found if (ROOT / path).exists())
 

@@ -1,4 +1,4 @@
-"""Write docs/configuration.md and help.txt, the references of all keys, from the schema."""
+"""Write docs/configuration.md and help.txt, which list all configuration keys, from the schema."""
 
 import json
 import re
@@ -64,13 +64,14 @@ and most `ddp` keys are not, so that a run continues with a larger `trainer.max_
 
 
 def sections() -> Iterator[tuple[str, str, Keys]]:
-    """Yield heading, description and keys of each group, and then of each of its dataclasses.
+    """Yield the heading, the description and the keys of each section.
 
-    The section of the group has the keys that all its dataclasses share. The section of a dataclass
-    has its other keys.
+    A group has a section with the keys that all its dataclasses share. Then each of its dataclasses
+    has a section with its other keys.
     """
     for group, (selectors, classes) in GROUPS.items():
-        if group == "data":  # no dataset of samples is built in, so an example stands for them
+        # No dataset of samples is built in, so a made-up one shows the keys of all.
+        if group == "data":
             classes = {**classes, "MINE": DatasetConfig}
         keys = {cls: adapter(cls).json_schema()["properties"] for cls in classes.values()}
         first, *others = keys
@@ -89,12 +90,12 @@ def sections() -> Iterator[tuple[str, str, Keys]]:
 
 
 def meaning(cls: type) -> str:
-    """Return the docstring of a class, up to the module that it names."""
+    """Return the docstring of a class, without the name of a module in parentheses at its end."""
     return str(cls.__doc__).partition("(mingpt_ddp")[0].rstrip(" .\n") + "."
 
 
 def type_of(schema: dict[str, Any]) -> str:
-    """Describe the type and the bounds of a key: whole number >= 1."""
+    """Describe the type and the bounds of a key, for example as "whole number >= 1"."""
     if "anyOf" in schema:
         return " | ".join(map(type_of, schema["anyOf"]))
     if literals := schema.get("enum", [schema["const"]] if "const" in schema else []):
@@ -108,13 +109,13 @@ def type_of(schema: dict[str, Any]) -> str:
 
 
 def type_with_unit(schema: dict[str, Any]) -> str:
-    """Describe the unit, the type and the bounds of a key: steps: whole number >= 1."""
+    """Describe the unit, type and bounds of a key, for example as "steps: whole number >= 1"."""
     unit = f"{schema['unit']}: " if schema["unit"] else ""
     return f"{unit}{type_of(schema)}"
 
 
 def show_number(value: float) -> str:
-    """Format a number as 10,000 or 1e6."""
+    """Format a number, for example as 10,000 or 1e6."""
     return re.sub(r"e\+0*", "e", f"{value:,g}")
 
 

@@ -1,9 +1,10 @@
-"""Count tokens and lines of code of mingpt_ddp, per room and on the reading path.
+"""Count the tokens and lines of code of mingpt_ddp, for each room and for the reading path.
 
-Comments, docstrings, blank lines, line ends and indents do not count; an f-string is one token on
-every Python.
+A room is a folder or module of the package. The reading path is the code of a training step.
+Comments, docstrings, blank lines, line ends and indents do not count. An f-string counts as one
+token on every version of Python.
 
-Usage: python scripts/count_lines.py, from the root of the checkout; `make lines` does it.
+Usage: python scripts/count_lines.py, from the root of the checkout, or `make lines`.
 """
 
 import ast
@@ -27,7 +28,7 @@ FSTRING_END = getattr(tokenize, "FSTRING_END", None)
 
 
 def docstring_lines(source: str) -> set[int]:
-    """Return the numbers of the lines that docstrings take."""
+    """Find the numbers of all lines that belong to docstrings."""
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     found: set[int] = set()
     for node in ast.walk(ast.parse(source)):
@@ -41,7 +42,7 @@ def code_tokens(source: str) -> int:
     """Count the tokens of code."""
     docstrings = docstring_lines(source)
     count = 0
-    depth = 0  # of f-strings
+    depth = 0  # nesting depth of f-strings
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == FSTRING_END:
             depth -= 1
@@ -49,7 +50,7 @@ def code_tokens(source: str) -> int:
             count += 1
         if token.type == FSTRING_START:
             depth += 1
-            count -= depth == 1  # its end counts
+            count -= depth == 1  # the f-string is counted at its end instead
     return count
 
 

@@ -1,11 +1,11 @@
-"""Download the wheels that the package and its tests for a GPU need, all but torch.
+"""Download the wheels that the package and its GPU tests need, for a machine without a network.
 
     make wheels PYTHON_VERSION=3.12 DIR=wheels
-    python -m pip install --no-index --find-links wheels -r wheels/requirements.txt   # over there
+    python -m pip install --no-index --find-links wheels -r wheels/requirements.txt   # there
 
-For a machine with torch and without a network, whose Python may be another than this one. Versions
-are those of constraints.txt. The directory gets the requirements too, which leave alone what the
-machine has already.
+The other machine must already have torch, whose wheel is left out. Its version of Python may differ
+from the one here. constraints.txt decides the versions. The directory also gets a requirements.txt.
+Installing from it keeps all packages that the machine already has.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ("pytest", "pytest-timeout")  # what tests/e2e/test_gpu.py needs
-SOURCES = ("antlr4-python3-runtime",)  # packages without a wheel in the index, of pure Python
+TESTS = ("pytest", "pytest-timeout")  # packages that tests/e2e/test_gpu.py needs
+SOURCES = ("antlr4-python3-runtime",)  # pure Python packages that have no wheel in the index
 
 
 def requirements() -> list[str]:
-    """Return what setup.cfg requires, without torch, and what the tests for a GPU need."""
+    """List the requirements of setup.cfg without torch, and the packages of the GPU tests."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     package = setup["options"]["install_requires"].split()
@@ -59,18 +59,25 @@ def download(directory: Path, python_version: str) -> None:
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("directory", type=Path, help="it is created, and added to")
-    made.add_argument("--python-version", default="3.12", help="over there (default: %(default)s)")
-    chosen = made.parse_args()
+    parser.add_argument("directory", type=Path, help="directory for the wheels, created if needed")
+    parser.add_argument(
+        "--python-version",
+        default="3.12",
+        help="version of Python on the other machine (default: %(default)s)",
+    )
+    chosen = parser.parse_args()
     try:
         download(chosen.directory, chosen.python_version)
     except subprocess.CalledProcessError as error:
-        sys.exit(f"pip failed with exit code {error.returncode}; its output above says why")
+        sys.exit(f"pip failed with exit code {error.returncode}; see its output above")
     count = len([*chosen.directory.glob("*.whl")])
-    print(f"{count} wheels for Python {chosen.python_version} in {chosen.directory}; over there:")
+    print(
+        f"{count} wheels for Python {chosen.python_version} are in {chosen.directory}; "
+        "install them on the other machine:"
+    )
     print(
         f"  python -m pip install --no-index --find-links {chosen.directory} "
         f"-r {chosen.directory}/requirements.txt"

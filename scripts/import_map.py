@@ -1,8 +1,10 @@
-"""Draw which folders of the package import which, in docs/architecture.md: `python scripts/import_map.py`.
+"""Draw the imports between the folders of the package, as a picture in docs/architecture.md.
 
-An arrow that other arrows imply is left out. So are the modules beside the folders, such as errors.py, which everything
-imports.
-"""  # noqa: E501
+An arrow that other arrows imply is left out. Modules beside the folders are left out too, because
+everything imports them, such as errors.py.
+
+Usage: python scripts/import_map.py
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ BLOCK = re.compile(r"```mermaid\nflowchart TD\n  %% imports\n.*?```", re.DOTALL)
 
 
 def imports() -> dict[str, set[str]]:
-    """Return the folders that each folder imports, also in functions."""
+    """Find the folders that each folder imports, also inside functions."""
     folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     folders -= {path.name for path in PACKAGE.iterdir() if path.is_symlink()}
     return {name: imported_rooms(PACKAGE / name) & folders - {name} for name in folders}
@@ -35,7 +37,7 @@ def reached(graph: dict[str, set[str]], start: str) -> set[str]:
 
 
 def flowchart() -> str:
-    """Return the picture as a block of Mermaid."""
+    """Draw the picture as a Mermaid block."""
     graph = imports()
     lines = ["```mermaid", "flowchart TD", "  %% imports"]
     for folder in sorted(graph):

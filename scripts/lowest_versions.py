@@ -1,8 +1,8 @@
 """Print the lowest versions that setup.cfg allows, as constraints for pip: NAME==VERSION.
 
 Usage: python scripts/lowest_versions.py EXTRA... >FILE; pip install -c FILE '.[EXTRA,...]'
-`make lowest` does it. A requirement without a lower bound gets no line. torch gets none either: the
-Makefile sets its version, because the builds that the index has of an older one may take gigabytes.
+`make lowest` runs both commands. A requirement without a lower bound is left out. torch is left out
+too. The Makefile sets its version, because older builds in the index may take gigabytes.
 """
 
 import configparser

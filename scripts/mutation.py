@@ -1,12 +1,13 @@
-"""Change the code in small ways and see whether a test fails: `make mutation`.
+"""Change the code in small ways, and see whether a test fails. `make mutation` runs this.
 
-Draws mutants from the functions of the package, or of the files and folders that are named. A
-mutant changes one place: a comparison, a number, a condition, a return value, or a statement that
-is left out. For each one it runs the unit tests that reach the line, the most specific first, and
-then tests/contract; each of the two may take 60 seconds. Prints which of them notice it.
+Mutants are drawn from the functions of the package, or of the files and folders on the command
+line. A mutant changes one place: it alters a comparison, a number, a condition or a return value,
+or it leaves out a statement. For each mutant, the unit tests that reach the line run first, the
+most specific ones first, and then tests/contract. Each of the two may take 60 seconds. The output
+says which of them noticed the mutant.
 
-With `--against REVISION` it does the same with the code and the tests of another revision, for the
-functions that are the same in both.
+With `--against REVISION`, the code and the tests of another revision get the same mutants too, in
+functions that are equal in both revisions.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any, NamedTuple
 from coverage import CoverageData
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 60  # for the unit tests of a mutant, and again for the contract
+TIMEOUT_S = 60  # for the unit tests of a mutant, and again for tests/contract
 COMPARISONS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -40,35 +41,46 @@ ARITHMETIC = {
 
 
 class Mutant(NamedTuple):
-    """One change of one place. `lines` are the first and last line of the source it replaces."""
+    """A change of one place in the code.
+
+    Attributes:
+        file: Path of the file.
+        function: Name of the function.
+        lines: First and last line of the code that is replaced.
+        columns: First column in the first line and end column in the last line, in bytes of UTF-8.
+        before: The code that is replaced.
+        after: The code that replaces it.
+        code: The code of the whole function.
+        number: Number of this mutant among those of the function.
+    """
 
     file: str
     function: str
     lines: tuple[int, int]
-    columns: tuple[int, int]  # in bytes of UTF-8
+    columns: tuple[int, int]
     before: str
     after: str
-    code: str  # of the function
-    number: int  # among the mutants of the function
+    code: str
+    number: int
 
     def __str__(self) -> str:
-        """Where it is, and what becomes of what."""
+        """Describe the place and the change."""
         return f"{self.file}:{self.lines[0]} {self.function}: `{self.before}` -> `{self.after}`"
 
     def apply(self, source: bytes) -> bytes:
-        """Return the source of the file with the change."""
+        """Make this change in the source of the file."""
         lines = source.split(b"\n")
         first, last = self.lines[0] - 1, self.lines[1] - 1
         end = lines[last][self.columns[1] :]
         lines[first : last + 1] = [
             lines[first][: self.columns[0]] + self.after.encode() + end,
-            *[b""] * (last - first),  # later lines keep their numbers
+            *[b""] * (last - first),  # empty lines, so that later lines keep their numbers
         ]
         return b"\n".join(lines)
 
 
 def changed(node: ast.AST) -> ast.AST | str | None:
-    """Return what takes the place of a node, or None to leave it."""
+    """Make the node or the code that replaces a node. Return None to leave the node as it is."""
     made = copy.deepcopy(node)
     if isinstance(made, ast.Compare) and len(made.ops) == 1:
         made.ops = [COMPARISONS[type(made.ops[0])]()]
@@ -113,11 +125,12 @@ def mutants(file: str, source: str) -> Iterator[Mutant]:
 
 
 def changes(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[Any, str]]:
-    """Yield what can be changed in a function, and the code that takes its place."""
+    """Yield each node of a function that can be changed, and the code that replaces it."""
     left: list[ast.AST] = list(function.body)
     while left:
         node = left.pop()
-        if isinstance(node, ast.FunctionDef | ast.JoinedStr):  # the former is drawn by itself
+        # Inner functions get mutants of their own.
+        if isinstance(node, ast.FunctionDef | ast.JoinedStr):
             continue
         for name, value in ast.iter_fields(node):
             if name not in ("annotation", "decorator_list"):
@@ -134,7 +147,10 @@ def changes(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[
 
 
 class Checkout:
-    """A revision of the project in a folder for each lane, and the tests that reach each line."""
+    """A revision of the project, checked out once for each lane, with the coverage of its tests.
+
+    A lane is one of the processes that run tests at the same time.
+    """
 
     def __init__(self, revision: str, lanes: int, folder: Path) -> None:
         """Check the revision out and run its unit tests once, with coverage."""
@@ -150,14 +166,14 @@ class Checkout:
             words = [f"-n{lanes}", "--dist=loadfile", "--cov=mingpt_ddp", "--cov-context=test"]
             environment = {**os.environ, "COVERAGE_FILE": str(place / ".coverage")}
             pytest(place, [*words, "--cov-report=", "tests/unit"], None, environment)
-        # One of each process. The largest ones are those of the tests themselves.
+        # Each process has written a file. The test processes themselves wrote the largest ones.
         paths = sorted(place.glob(".coverage*"), key=lambda path: -path.stat().st_size)
         self.coverage = [CoverageData(str(path)) for path in paths[:lanes]]
         for data in self.coverage:
             data.read()
 
     def tests(self, mutant: Mutant) -> list[str]:
-        """Return the unit tests that reach the mutant's lines, the most specific first."""
+        """List the unit tests that reach the mutant's lines, the most specific first."""
         reached: dict[int, list[str]] = {}
         for data in self.coverage:
             for line, names in data.contexts_by_lineno(str(self.place / mutant.file)).items():
@@ -171,8 +187,11 @@ class Checkout:
         nodes = [name.partition("|")[0] for name in sorted(found, key=lambda name: sizes[name])]
         return [node for node in dict.fromkeys(nodes) if node]
 
-    def judge(self, mutant: Mutant) -> str:
-        """Return "unit" or "contract", whose test has failed, or "" if none has."""
+    def noticed_by(self, mutant: Mutant) -> str:
+        """Run the tests with a mutant.
+
+        Return "unit" or "contract" if a test of this kind fails, and "" if the mutant survives.
+        """
         place = self.free.get()
         path = place / mutant.file
         source = path.read_bytes()
@@ -180,10 +199,10 @@ class Checkout:
             path.write_bytes(mutant.apply(source))
             if nodes := self.tests(mutant):
                 (place / "tests.txt").write_text("\n".join(nodes))
-                if pytest(place, ["-x", "--timeout=30", "@tests.txt"], SECONDS):
+                if pytest(place, ["-x", "--timeout=30", "@tests.txt"], TIMEOUT_S):
                     return "unit"
             words = ["-x", "--timeout=40", "tests/contract"]
-            return "contract" if pytest(place, words, SECONDS) else ""
+            return "contract" if pytest(place, words, TIMEOUT_S) else ""
         finally:
             path.write_bytes(source)
             self.free.put(place)
@@ -192,7 +211,7 @@ class Checkout:
 def pytest(
     place: Path, words: list[str], seconds: float | None, environment: dict[str, str] | None = None
 ) -> bool:
-    """Run tests in a checkout; return whether one has failed within the time."""
+    """Run tests in a checkout. Return True if one of them has failed within the time."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
     environment = {**(environment or os.environ), "PYTHONPATH": str(place)}
     with subprocess.Popen(
@@ -212,21 +231,26 @@ def pytest(
 
 
 def git(*words: str) -> str:
-    """Return what git prints."""
+    """Return the output of a git command."""
     return subprocess.run(
         ["git", *words], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
 
 
 def main() -> None:
-    """Draw, judge and print; exit with 1 if fewer than 85% are noticed."""
+    """Draw mutants, run the tests with each, and print the results.
+
+    Exit with code 1 if the tests notice fewer than 85% of them.
+    """
     parser = argparse.ArgumentParser(description="Mutation tests.")
-    parser.add_argument("files", nargs="*", default=["mingpt_ddp"], help="files and folders")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--number", type=int, default=120)
-    parser.add_argument("--lanes", type=int, default=2)
-    parser.add_argument("--against")
-    parser.add_argument("--folder", type=Path, help="keep the checkouts and the coverage there")
+    parser.add_argument(
+        "files", nargs="*", default=["mingpt_ddp"], help="files and folders to draw mutants from"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="seed of the draw")
+    parser.add_argument("--number", type=int, default=120, help="number of mutants")
+    parser.add_argument("--lanes", type=int, default=2, help="number of concurrent test processes")
+    parser.add_argument("--against", metavar="REVISION", help="revision to compare with")
+    parser.add_argument("--folder", type=Path, help="folder that keeps checkouts and coverage")
     options = parser.parse_args()
 
     names = git("ls-files", "--", *options.files).split()
@@ -258,11 +282,11 @@ def main() -> None:
         for revision in revisions:
             checkout = Checkout(revision, options.lanes, options.folder or Path(scratch))
             with ThreadPoolExecutor(options.lanes) as pool:
-                ends = pool.map(checkout.judge, [rows[index][revision] for index in order])
+                ends = pool.map(checkout.noticed_by, [rows[index][revision] for index in order])
                 for number, (index, end) in enumerate(zip(order, ends, strict=True), 1):
                     results[revision][index] = end
                     print(f"{revision} {number}: {rows[index]['HEAD']}: {end or 'survives'}")
-            # The other revision judges first what only these tests may miss.
+            # The other revision begins with the mutants that the tests of HEAD have missed.
             order = sorted(order, key=lambda index: bool(results["HEAD"][index]))
     git("worktree", "prune")
     for revision in revisions:

@@ -1,4 +1,4 @@
-"""Write docs/python.ipynb from docs/python.md: a cell of code for each Python block."""
+"""Write docs/python.ipynb from docs/python.md. Each Python block becomes a code cell."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ NOTEBOOK = PAGE.with_suffix(".ipynb")
 
 
 def notebook(page: str) -> str:
-    """Return the notebook of a page, as JSON."""
+    """Turn a page into a notebook, as JSON."""
     cells = []
     parts = re.split(r"^```python\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
-    for number, part in enumerate(parts):  # text and code by turns
+    # Texts and code blocks alternate.
+    for number, part in enumerate(parts):
         cell: dict[str, object] = {
             "id": f"cell-{number}",
             "metadata": {},

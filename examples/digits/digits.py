@@ -1,9 +1,10 @@
-"""A ConvNet learns handwritten digits, on two ranks with SyncBatchNorm, also where there is no GPU.
+"""Train a ConvNet on handwritten digits, on two ranks with SyncBatchNorm. No GPU is needed.
 
     python main.py --config-dir=examples/digits experiment=digits_convnet ddp.nproc_per_node=2
 
-takes half a minute; it names 99% of the test images right. The images come with scikit-learn
-(pip install scikit-learn). MNIST's four idx files, in a directory or at a URL:
+takes half a minute and classifies 99% of the test images correctly. The images come with
+scikit-learn (pip install scikit-learn). To train on MNIST, name the directory or the URL of its
+four idx files:
 
     python main.py --config-dir=examples/digits experiment=digits_convnet data=mnist data.path=DIR
 """
@@ -36,12 +37,13 @@ from mingpt_ddp.registry import (
 from mingpt_ddp.tasks import Mean, Task
 
 CLASSES = 10
-# Images that are not for training; scikit-learn has 1,797.
+# Numbers of validation and test images among the 1,797 of scikit-learn.
 DIGITS_VAL = 200
 DIGITS_TEST = 300
-MNIST_VAL = 5_000  # the last of the 60,000 training images
-IDX_TYPE = 8  # unsigned bytes
-MAX_BYTES = 1 << 30  # of an idx file; MNIST has 47 million
+# The last 5,000 of MNIST's 60,000 training images are used for validation.
+MNIST_VAL = 5_000
+IDX_UNSIGNED_BYTE = 8  # code of the type in an idx file
+MAX_BYTES = 1 << 30  # largest size of an idx file; MNIST's largest has 47 million bytes
 
 
 @register("task", "classification", ClassesConfig)
@@ -64,15 +66,16 @@ class Classification(Task):
 
 
 class RandomShift(Dataset[Any]):
-    """Samples (x, y) whose images x (C, H, W) are moved at random, padded with zeros.
+    """Samples (x, y) whose images x (C, H, W) are moved at random and padded with zeros.
 
-    The generators are seeded by the sample and the epoch before each call.
+    Before each call, mingpt_ddp seeds the random generators by the epoch and the sample.
     """
 
     def __init__(self, samples: TensorDataset, limit: int) -> None:
         """
         Args:
-            limit: pixels along each axis, at most.
+            samples: The samples to move.
+            limit: Largest distance along each axis, in pixels.
         """
         self.samples = samples
         self.limit = limit
@@ -89,12 +92,14 @@ class RandomShift(Dataset[Any]):
 
 
 def split(x: np.ndarray, y: np.ndarray, shift: int, val_start: int, test_start: int) -> Datasets:
-    """Return the images before `val_start` for training, those from `test_start` on for testing.
+    """Split images by position into training, validation and test images.
 
     Args:
-        x: (N, H, W) uint8 or floats, scaled here to [0, 1].
-        y: (N,) labels.
-        shift: by how many pixels to move the training images.
+        x: The images, (N, H, W), as uint8 or floats. They are scaled to [0, 1].
+        y: The labels, (N,).
+        shift: Largest distance in pixels by which training images are moved.
+        val_start: Index of the first validation image.
+        test_start: Index of the first test image.
     """
     content = np.ascontiguousarray(x).tobytes() + np.ascontiguousarray(y).tobytes()
     images = torch.from_numpy((x / max(1, x.max())).astype(np.float32))[:, None]
@@ -115,12 +120,14 @@ def split(x: np.ndarray, y: np.ndarray, shift: int, val_start: int, test_start: 
 
 @dataclass(frozen=True)
 class DigitsConfig(DatasetConfig):
+    """The keys of data=digits."""
+
     shift: Annotated[int, Field(ge=0, le=3)] = 0  # pixels
 
 
 @register("dataset", "digits", DigitsConfig)
 def digits(config: DigitsConfig) -> Datasets:
-    """Return the 1,797 images (1, 8, 8), shuffled once: 1,297 train, 200 val, 300 test.
+    """Load the 1,797 images (1, 8, 8), in a fixed random order: 1,297 train, 200 val, 300 test.
 
     Source: E. Alpaydin and C. Kaynak 1998, "Optical Recognition of Handwritten Digits" (UCI), in
     scikit-learn.
@@ -139,13 +146,15 @@ def digits(config: DigitsConfig) -> Datasets:
 
 @dataclass(frozen=True)
 class MNISTConfig(DatasetConfig):
+    """The keys of data=mnist."""
+
     path: str  # a directory or any fsspec URL
     shift: Annotated[int, Field(ge=0, le=8)] = 0  # pixels
 
 
 @register("dataset", "mnist", MNISTConfig)
 def mnist(config: MNISTConfig) -> Datasets:
-    """Return the images (1, 28, 28): 55,000 train, 5,000 val, 10,000 test.
+    """Load the images (1, 28, 28): 55,000 train, 5,000 val, 10,000 test.
 
     Source: LeCun et al. 1998, "Gradient-based learning applied to document recognition".
     """
@@ -166,7 +175,8 @@ def mnist(config: MNISTConfig) -> Datasets:
     (train, y), (test, y_test) = parts
     if train.shape[1:] != test.shape[1:]:
         raise DataError(
-            f"the images at data.path={config.path} are {train.shape[1:]} and {test.shape[1:]}"
+            f"the images at data.path={config.path} have two sizes, {train.shape[1:]} and "
+            f"{test.shape[1:]}"
         )
     test_start = len(train)
     val_start = test_start - min(MNIST_VAL, test_start // 2)
@@ -176,9 +186,15 @@ def mnist(config: MNISTConfig) -> Datasets:
 
 
 def read_idx(directory: str, name: str, n_dims: int) -> np.ndarray:
-    """Read an idx file, plain or gzip.
+    """Read an idx file, which may be compressed by gzip.
 
-    It has two zero bytes, the type, the number of dimensions, their sizes, the values.
+    Args:
+        directory: Directory or URL of the file.
+        name: First part of the file's name.
+        n_dims: Number of dimensions of the array in the file.
+
+    Raises:
+        DataError: There is no such file, or it cannot be read.
     """
     name += f"-idx{n_dims}-ubyte"
     url = f"{directory.rstrip('/')}/{name}"
@@ -188,7 +204,8 @@ def read_idx(directory: str, name: str, n_dims: int) -> np.ndarray:
                 return parse_idx(file, n_dims)
         except FileNotFoundError:
             continue
-        except Exception as error:  # exceptions differ by protocol
+        # The type of the exception depends on the protocol of the URL.
+        except Exception as error:
             raise DataError(f"cannot read {candidate}: {str(error)[:200]}") from error
     raise DataError(
         f"data.path={directory} has no {name} or {name}.gz; name the directory of MNIST's files"
@@ -196,14 +213,21 @@ def read_idx(directory: str, name: str, n_dims: int) -> np.ndarray:
 
 
 def parse_idx(file: Any, n_dims: int) -> np.ndarray:
+    """Parse the content of an idx file.
+
+    It has two zero bytes, the type, the number of dimensions, their sizes, and the values.
+
+    Raises:
+        ValueError: The file has another format, or it is cut off, too long or too large.
+    """
     start = struct.unpack(">HBB", file.read(4))
-    if start != (0, IDX_TYPE, n_dims):
-        raise ValueError(f"it begins with {start}, not {(0, IDX_TYPE, n_dims)}")
+    if start != (0, IDX_UNSIGNED_BYTE, n_dims):
+        raise ValueError(f"it begins with {start}, not {(0, IDX_UNSIGNED_BYTE, n_dims)}")
     shape = struct.unpack(f">{n_dims}I", file.read(4 * n_dims))
     size = math.prod(shape)
     if size > MAX_BYTES:
         raise ValueError(f"it declares {size:,} bytes")
-    values = file.read(size + 1)  # no more is decompressed
+    values = file.read(size + 1)  # decompresses at most one byte too many
     if len(values) < size:
         raise ValueError(f"it has {len(values):,} of {size:,} bytes")
     if len(values) > size:
@@ -212,7 +236,7 @@ def parse_idx(file: Any, n_dims: int) -> np.ndarray:
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Return the sum over all ranks. A single process returns its own values."""
+    """Sum values over all ranks. A single process returns its own values."""
     if not dist.is_initialized():
         return values
     total = values.clone()
@@ -221,7 +245,10 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 class AllReduceSum(torch.autograd.Function):
-    """Sum over ranks. The loss of each rank depends on the sum, so the gradients are summed too."""
+    """Sum values over all ranks, with gradients.
+
+    The loss of every rank depends on the sum, so the backward pass sums the gradients too.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:
@@ -233,11 +260,11 @@ class AllReduceSum(torch.autograd.Function):
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """Batch normalization over all ranks, also on CPUs, which torch's SyncBatchNorm refuses.
+    """Batch normalization over all ranks that also works on CPUs, unlike torch's SyncBatchNorm.
 
-    With ddp.sync_batchnorm=true a run on CPUs sets `over_all_ranks` before it trains, and gives
-    every rank one micro-batch in a step, so that no rank waits for a sum that another does not
-    compute. A run on GPUs replaces this class by torch's.
+    With ddp.sync_batchnorm=true a run on CPUs sets `over_all_ranks` before it trains. It gives
+    every rank exactly one micro-batch in a step, so that all ranks compute the same sums. A run on
+    GPUs replaces this class by torch's SyncBatchNorm.
 
     Source: Ioffe and Szegedy 2015, "Batch Normalization" (arXiv:1502.03167).
     """
@@ -263,7 +290,7 @@ class BatchNorm(nn.BatchNorm2d):
         y = centered * torch.rsqrt(variance + self.eps).view(shape)
         y = torch.addcmul(self.bias.view(shape), y, self.weight.view(shape))
         with torch.no_grad():
-            # torch's class allows None here; this class always has these buffers.
+            # torch's class allows None for these buffers, but this class always has them.
             assert self.running_mean is not None and self.running_var is not None
             assert self.num_batches_tracked is not None and self.momentum is not None
             self.num_batches_tracked += 1
@@ -274,24 +301,34 @@ class BatchNorm(nn.BatchNorm2d):
 
 @dataclass(frozen=True)
 class ConvNetConfig(ModelConfig):
-    channels: Annotated[int, Field(ge=1)] = 16  # of the first convolution; the second has twice
-    norm: Literal["batch", "group"] = "batch"  # group: no other image matters
+    """The keys of model=convnet.
+
+    Attributes:
+        channels: Number of channels after the first convolution. The second doubles it.
+        norm: The normalization: over the batch, or over the channels of a single image (group).
+        dropout: Probability of dropping a feature before the last layer.
+    """
+
+    channels: Annotated[int, Field(ge=1)] = 16
+    norm: Literal["batch", "group"] = "batch"
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
 
 @register("model", "convnet", ConvNetConfig)
 class ConvNet(nn.Module):
-    """Images in, logits out.
+    """A ConvNet that turns images into logits.
 
-    GELU and means instead of ReLU and maxima: those turn a rounding difference of 1e-8 between
-    world sizes into another gradient, and the losses drift apart.
+    It has GELU and average pooling instead of ReLU and max pooling. These two would turn a rounding
+    difference of 1e-8 between world sizes into a different gradient, and the losses would drift
+    apart.
     """
 
     def __init__(self, config: ConvNetConfig, outputs: int, inputs: tuple[int, ...]) -> None:
         """
         Args:
-            outputs: number of classes.
-            inputs: (C, H, W) of an image; the length of a text is no tuple.
+            config: The keys of the model.
+            outputs: Number of classes.
+            inputs: Shape (C, H, W) of an image. For a text it is its length, which is refused.
         """
         check(
             isinstance(inputs, tuple) and len(inputs) == 3 and min(inputs[1:]) >= 4,
@@ -311,7 +348,7 @@ class ConvNet(nn.Module):
 
     @staticmethod
     def _stage(inputs: int, outputs: int, norm: str) -> list[nn.Module]:
-        """Return the layers of a stage, which halves height and width."""
+        """Make the layers of a stage, which halves the height and the width."""
         return [
             nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False),
             BatchNorm(outputs) if norm == "batch" else nn.GroupNorm(1, outputs),
@@ -320,5 +357,5 @@ class ConvNet(nn.Module):
         ]
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits (B, classes) of images (B, C, H, W)."""
+        """Compute the logits (B, classes) of images (B, C, H, W)."""
         return self.head(self.layers(images))

@@ -1,6 +1,9 @@
-"""Parts of the blocks of gpt and modern: activation, norm, attention and MLP.
+"""Replace parts of the blocks of gpt and modern: activation, norm, attention and MLP.
 
-python main.py --config-dir=examples/parts model.code=parts.py model.attention=alibi
+    python main.py --config-dir=examples/parts model.code=parts.py model.attention=alibi
+
+Each part is registered under a name, which is a value of model.activation, model.norm,
+model.attention or model.mlp.
 """
 
 from dataclasses import dataclass
@@ -24,7 +27,9 @@ def rms(x: Tensor, config: PartConfig) -> Tensor:
 
 
 @register("attention", "temperature", PartConfig)
-class Temperature(Attention):  # learnt, for each head
+class Temperature(Attention):
+    """Attention with a learnt temperature for each head."""
+
     def __init__(self, config: PartConfig, block: BlockSpec) -> None:
         super().__init__(config, block)
         self.scale = nn.Parameter(torch.ones(block.n_head))
@@ -47,7 +52,12 @@ class ALiBiConfig(PartConfig):
 
 
 @register("attention", "alibi", ALiBiConfig)
-class ALiBi(Attention):  # Press et al. 2021, arXiv:2108.12409
+class ALiBi(Attention):
+    """Attention with a bias that grows with the distance between positions.
+
+    Source: Press et al. 2021, "Train Short, Test Long" (arXiv:2108.12409).
+    """
+
     slopes: Tensor  # (H,)
 
     def __init__(self, config: ALiBiConfig, block: BlockSpec) -> None:
@@ -64,25 +74,30 @@ class ALiBi(Attention):  # Press et al. 2021, arXiv:2108.12409
         start: CachePosition = 0,
         bias: Tensor | None = None,
     ) -> Tensor:
-        assert isinstance(start, int)  # no cuda_graph
+        assert isinstance(start, int)  # a tensor only in a CUDA graph, which this part cannot use
         keys = torch.arange(start + q.shape[2], device=q.device)
         distances = keys - keys[start:, None]  # (T, S), at most 0 where a key is visible
         return super().attend(q, k, v, cache, start, self.slopes.view(-1, 1, 1) * distances)
 
 
 @register("attention", "mean", PartConfig)
-class Mean(nn.Module):  # of the positions so far; without a cache
+class Mean(nn.Module):
+    """The mean of all positions so far, in the place of attention. It does not use a KV cache."""
+
     def __init__(self, config: PartConfig, block: BlockSpec) -> None:
         super().__init__()
         self.proj = nn.Linear(block.n_embd, block.n_embd, bias=block.bias)
 
-    def forward(self, x: Tensor) -> Tensor:  # (B, T, C)
+    def forward(self, x: Tensor) -> Tensor:
+        """Average x (B, T, C) over the positions, and project it."""
         counts = torch.arange(1, x.shape[1] + 1, device=x.device)
         return self.proj(x.cumsum(dim=1) / counts[:, None])
 
 
 @register("mlp", "swiglu", PartConfig)
 class SwiGLU(nn.Module):
+    """An MLP with a gate. Source: Shazeer 2020, "GLU Variants Improve Transformer"."""
+
     def __init__(self, config: PartConfig, block: BlockSpec) -> None:
         super().__init__()
         hidden = 8 * block.n_embd // 3

@@ -1,8 +1,8 @@
-"""The toy model of PyTorch's DDP tutorials, two linear layers, learns a linear function.
+"""Train the toy model of PyTorch's DDP tutorials, two linear layers, to compute a linear function.
 
     python main.py --config-dir=examples/toy experiment=toy
 
-takes some seconds and prints one screen of log.
+takes a few seconds and prints one screen of log lines.
 """
 
 import torch
@@ -14,7 +14,7 @@ from mingpt_ddp.data.samples import Datasets
 from mingpt_ddp.registry import DatasetConfig, ModelConfig, TaskConfig, check, register
 from mingpt_ddp.tasks import Task
 
-SEED = 7263598052450307654  # of the data, the same in every run
+DATA_SEED = 7263598052450307654  # the same in every run
 INPUTS = 10
 HIDDEN = 10
 OUTPUTS = 5
@@ -32,8 +32,8 @@ class Regression(Task):
 
 @register("dataset", "toy", DatasetConfig)
 def toy(config: DatasetConfig) -> Datasets:
-    """Return pairs x (10,), y = x W + noise (5,)."""
-    generator = torch.Generator().manual_seed(SEED)
+    """Draw samples of vectors x (10,) and y = x W + noise (5,)."""
+    generator = torch.Generator().manual_seed(DATA_SEED)
     weight = torch.randn(INPUTS, OUTPUTS, generator=generator)
 
     def draw(n: int) -> TensorDataset:
@@ -46,10 +46,11 @@ def toy(config: DatasetConfig) -> Datasets:
 
 @register("model", "toy", ModelConfig)
 class ToyModel(nn.Module):
-    """Vectors in, vectors out."""
+    """Two linear layers that turn vectors into vectors."""
 
     def __init__(self, config: ModelConfig, outputs: int, inputs: tuple[int, ...]) -> None:
-        is_vector = isinstance(inputs, tuple) and len(inputs) == 1  # it is the length of a text
+        # For a text, `inputs` is not a tuple but its length.
+        is_vector = isinstance(inputs, tuple) and len(inputs) == 1
         check(is_vector, f"model.architecture=toy needs vectors, not {inputs}, as in data=toy")
         super().__init__()
         self.net1 = nn.Linear(inputs[0], HIDDEN)
@@ -57,5 +58,5 @@ class ToyModel(nn.Module):
         self.net2 = nn.Linear(HIDDEN, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (B, outputs) for x (B, inputs)."""
+        """Compute vectors (B, outputs) from x (B, inputs)."""
         return self.net2(self.relu(self.net1(x)))

@@ -1,8 +1,8 @@
 """Time the work of this rank in a step, without the time in which it waits for other ranks.
 
-All ranks end a step together, because each waits for the slowest one in a collective. Only the time
-before that shows which rank is slow: from fetching the batch to the last gradient, which DDP
-reduces last. If the passes themselves wait for other ranks, the work is not measured.
+All ranks end a step together, because each waits for the slowest one in a collective. To show which
+rank is slow, this clock stops before the wait: it measures from fetching the batch to the last
+gradient. If the passes themselves wait for other ranks, the work is not measured.
 """
 
 import time
@@ -42,9 +42,9 @@ class StepClock:
         self._steps.append([self._now()])
 
     def read(self) -> float:
-        """Return the mean seconds of work per step since the last reading, 0 without any.
+        """Return the mean seconds of work per step since the last reading.
 
-        Waits for the device.
+        Return 0 if no step was measured. Waits for the device.
         """
         seconds = [self._seconds(*step) for step in self._steps if len(step) == 2]
         self._steps.clear()

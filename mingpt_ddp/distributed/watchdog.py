@@ -31,7 +31,7 @@ from mingpt_ddp.torch_internals import clone_store
 
 log = logging.getLogger(__name__)
 
-HANG = "hang"  # key in the store: which rank hangs
+HANG = "hang"  # key in the store of the message that names the hanging rank
 # A rank may take this long for imports, reading and locking before its first batch.
 START_S = 120.0
 UNRESPONSIVE = "; its process does not respond"
@@ -48,12 +48,12 @@ class HangDetector:
     def __init__(self, limit_s: float, world_size: int) -> None:
         self.limit_s = limit_s
         self.world_size = world_size
-        # By rank and counter ("count" of its training thread, "beat" of its watchdog): the value
-        # and when it changed.
-        self._latest: dict[tuple[int, str], tuple[float, float]] = {}
+        # The latest value of each counter, and the time when it changed. The key is the rank and
+        # the counter: "count" of its training thread, or "beat" of its watchdog.
+        self._latest_changes: dict[tuple[int, str], tuple[float, float]] = {}
 
     def find(self, heartbeats: dict[int, dict[str, Any]], now: float) -> str | None:
-        """Return a message that names the rank that hangs, if any.
+        """Return a message that names the rank that hangs, or None if no rank hangs.
 
         Args:
             heartbeats: The heartbeats that this rank reads, by rank.
@@ -80,7 +80,8 @@ class HangDetector:
             rank = (unresponsive or stragglers)[0]
             activity = heartbeats[rank]["activity"]
             reason = f"rank {rank} has stalled for {idle_s[rank]:.0f} s while {activity}"
-            # The training thread's last change may precede the watchdog's by some heartbeats.
+            # When a process stops, the last progress of its training thread may be some heartbeats
+            # older than the last heartbeat. So do not wait for the whole limit here.
             is_silent = silent_s[rank] > self.limit_s / 2
             return f"{reason}{UNRESPONSIVE}" if is_silent else reason
         shortest_s = min(idle_s.values())
@@ -96,15 +97,15 @@ class HangDetector:
     def _unchanged_s(self, rank: int, heartbeat: dict[str, Any], counter: str, now: float) -> float:
         """Return the seconds since a counter of a rank changed."""
         value = heartbeat[counter]
-        latest_value, changed_at = self._latest.get((rank, counter), (None, now))
+        latest_value, changed_at = self._latest_changes.get((rank, counter), (None, now))
         if value != latest_value:
             changed_at = now
-            self._latest[rank, counter] = (value, now)
+            self._latest_changes[rank, counter] = (value, now)
         return now - changed_at
 
 
 class Watchdog:
-    """A thread that ends the process when a rank hangs. All ranks name the same one."""
+    """A thread that ends the process when a rank hangs. All ranks name the same rank."""
 
     def __init__(self, group: ProcessGroup, exits: ProcessExit) -> None:
         self.group = group
@@ -113,7 +114,7 @@ class Watchdog:
         self.limit_s = TIMEOUT_FRACTION * group.timeout_s
         self._training_thread = threading.get_ident()
         self._detector = HangDetector(self.limit_s, group.world_size)
-        self._are_written = False  # True once all heartbeats that this rank reads exist
+        self._has_all_heartbeats = False  # True once all heartbeats that this rank reads exist
         # After a failure: the last heartbeat of this rank, and when it was first seen.
         self._unchanged_since: tuple[dict[str, Any], float] | None = None
 
@@ -176,8 +177,8 @@ class Watchdog:
         """Return the heartbeats that this rank reads, by rank."""
         ranks = range(self.group.world_size) if self.group.is_rank_zero else range(1)
         keys = [f"heartbeat/{rank}" for rank in ranks]
-        self._are_written = self._are_written or self._store.check(keys)
-        if self._are_written:
+        self._has_all_heartbeats = self._has_all_heartbeats or self._store.check(keys)
+        if self._has_all_heartbeats:
             heartbeats = [json.loads(heartbeat) for heartbeat in self._store.multi_get(keys)]
         else:
             heartbeats = [json.loads(get_now(self._store, key) or "null") for key in keys]

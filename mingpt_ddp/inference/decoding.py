@@ -90,8 +90,8 @@ def _replace_layers(module: nn.Module, dtype: torch.dtype, batch: int) -> None:
         vars(module)[name] = child
 
 
-# In the classes below, `__call__ = forward` skips nn.Module's hook dispatch. For each token, that
-# takes as long as some layers.
+# In the classes below, `__call__ = forward` skips nn.Module's hook dispatch, which would take as
+# long as some of the layers themselves.
 
 
 class FastLinear(nn.Linear):

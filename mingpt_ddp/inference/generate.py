@@ -55,8 +55,9 @@ def generate(
             KV cache (`SupportsKVCache`) as without.
         tokens: The prompt, (B, T) with T >= 1. Its last block_size tokens are used.
         rng: Source of the random numbers. None for the global generator.
-        end: Token that ends a document. After the first one in a row, the row has no other tokens,
-            and generation stops soon after all rows have ended. None if there is no such token.
+        end: Token that ends a document. Once a row has this token, all its later tokens are the
+            same token. Generation stops soon after all rows have ended. None if there is no such
+            token.
 
     Raises:
         RuntimeError: The logits of the first token are not finite.
@@ -104,10 +105,11 @@ class DecodeSession:
         if self.cached is None:
             return
         weight = next(model.parameters())
-        sized: Any = copy.copy(model)
-        # The block_size of an untrusted snapshot could be any number, and the cache that large.
-        vars(sized).update(block_size=positions)
-        self.cache = sized.new_cache(batch, weight.dtype)
+        # Allocate only the positions that are needed. The block_size of an untrusted snapshot could
+        # be any number, and the cache would then be as large.
+        shortened: Any = copy.copy(model)
+        vars(shortened).update(block_size=positions)
+        self.cache = shortened.new_cache(batch, weight.dtype)
         if not has_graph_step(model) or not weight.is_cuda:
             return
         # Deterministic algorithms read indices on the host, which a CUDA graph cannot.
@@ -160,7 +162,8 @@ def sample_token(
         ranked, order = logits.softmax(dim=-1).sort(dim=-1, descending=True)
         likelier = ranked.cumsum(dim=-1) - ranked  # total probability of the likelier tokens
         excluded = likelier >= top_p
-        excluded = excluded.scatter(-1, order, excluded)  # from the order by rank to that by token
+        # `excluded` is in the order of probability. Put it into the order of token ids.
+        excluded = excluded.scatter(-1, order, excluded)
         logits = logits.masked_fill(excluded, -torch.inf)
     probabilities = logits.softmax(dim=-1)
     if probabilities.is_cuda:  # torch.multinomial would wait twice for the GPU

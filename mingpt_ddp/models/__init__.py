@@ -64,7 +64,8 @@ class SupportsKVCache(Protocol):
 def has_cache(model: nn.Module) -> TypeGuard[SupportsKVCache]:
     """Return True if a model can decode with a KV cache.
 
-    A built-in model says in its attribute `has_cache` if all parts of its blocks can.
+    A built-in model has an attribute `has_cache`. It is True if all parts of its blocks can decode
+    with a cache.
     """
     return isinstance(model, SupportsKVCache) and bool(getattr(model, "has_cache", True))
 
@@ -121,14 +122,16 @@ def move_model(model: nn.Module, device: torch.device) -> nn.Module:
 
 @runtime_checkable
 class SupportsFlopsCount(Protocol):
-    """Optional method that counts operations. With it, the log has the MFU."""
+    """Optional method that counts operations. The log shows the MFU of models that have it."""
 
     def flops_per_token(self) -> float:
         """Count the operations of a forward and backward pass, per token of a full context."""
 
 
 def flops_per_token(model: nn.Module) -> float | None:
-    """Return the operations per token as the model counts them, or None if it does not count.
+    """Return the operations per token as the model counts them.
+
+    Return None if the model has no method `flops_per_token`.
 
     Raises:
         CodeError: A user's model returned something other than a number above 0.
@@ -212,8 +215,8 @@ def apply_activation_checkpointing(model: nn.Module) -> None:
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.ModuleList):
         raise ConfigError(
-            "trainer.activation_checkpointing=true needs a model with blocks, an nn.ModuleList, "
-            f"and {type(model).__name__} has none; set it to false"
+            "trainer.activation_checkpointing=true needs a model with an nn.ModuleList named "
+            f"blocks, but {type(model).__name__} has none; set the key to false"
         )
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)

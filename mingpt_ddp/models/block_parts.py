@@ -19,7 +19,8 @@ from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.models.kv_cache import CachePosition, KVCache, attend
 from mingpt_ddp.models.ops import relu_squared
 
-# Attribute of a user's module with its name in messages, such as model.mlp=mine.
+# A user's module has an attribute of this name. It holds the name of the module in messages, such
+# as "model.mlp=mine".
 PART_LABEL = "label_of_part"
 Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Activation] = {
@@ -124,7 +125,11 @@ def _labelled(part: nn.Module, kind: str, name: str) -> nn.Module:
 
 
 def decodes_with_cache(config: TransformerConfig) -> bool:
-    """Return True if the attention of this model has a KV cache and no other part needs one."""
+    """Return True if this model can decode with a KV cache.
+
+    Its attention must have a cache. And no part may need the vectors of earlier tokens again: such
+    a part sets `recomputes = True` in its class.
+    """
     builders = _user_builders(config)
     attention = builders.get("attention", MultiHead)
     recomputes = any(getattr(builder, "recomputes", False) for builder in builders.values())
@@ -134,8 +139,8 @@ def decodes_with_cache(config: TransformerConfig) -> bool:
 def decodes_in_graph(config: TransformerConfig) -> bool:
     """Return True if decoding with all parts of this model can be captured in a CUDA graph.
 
-    A class says so in its own attribute `cuda_graph`, which subclasses do not inherit: they may
-    read the value of a position. A function counts as capturable.
+    The class of a part must set `cuda_graph = True` itself. An inherited attribute does not count,
+    because a subclass may read the value of a position. A function can always be captured.
     """
     for builder in _user_builders(config).values():
         if not vars(builder).get("cuda_graph", not isinstance(builder, type)):

@@ -66,12 +66,13 @@ def causal_attention(
     """Attend causally. The last query is at the position of the last key.
 
     This is one fused kernel, except in bf16 on a CPU, where the backward pass of that kernel is
-    slow. There, matrix products process blocks of queries. They skip most of the work above the
-    diagonal, about a third of all.
+    slow. There, matrix products process blocks of queries. They skip most scores above the
+    diagonal, which saves about a third of the work.
 
     Args:
         q: Queries, (B, H, T, D).
-        k, v: Keys and values, (B, H, S, D).
+        k: Keys, (B, H, S, D).
+        v: Values, (B, H, S, D).
         dropout: Probability of dropping an attention weight.
         bias: Added to the scores q k / sqrt(D), (H or 1, T, S).
 
@@ -82,7 +83,8 @@ def causal_attention(
         return _blockwise_attention(q, k, v, dropout, bias)
     T = q.shape[2]
     S = k.shape[2]
-    # This case comes first. In torch.export T is symbolic, and is_causal must be a plain bool.
+    # Test this case first, and pass is_causal=True instead of a comparison of T: in torch.export T
+    # is symbolic, but is_causal must be a plain bool.
     if bias is None and T == S:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
     if bias is None and T == 1:

@@ -60,7 +60,7 @@ def polar_express(matrices: Tensor) -> Tensor:
     norm = torch.linalg.matrix_norm(x, keepdim=True) * 1.02
     x = x / norm.clamp_min(1e-30)  # singular values of at most 1
     is_wide = x.shape[2] >= MIN_ASPECT_FOR_GRAM * x.shape[1]
-    # Not in bf16, which would lose the small eigenvalues of a Gram matrix.
+    # Do not iterate on a Gram matrix in bf16, which would lose its small eigenvalues.
     iterate = _iterate_on_gram_matrix if is_wide and x.dtype == torch.float32 else _iterate
     x = iterate(x)
     return x.mT if is_tall else x
@@ -186,7 +186,9 @@ class Muon(torch.optim.AdamW):
         for module in model.modules():
             for parameter in module.parameters(recurse=False):
                 self.parts[parameter] = getattr(module, "parts", 1)
-        leave_overflow_to_scaler(self)  # AdamW's kernel would skip the step, but Muon's would not
+        # If gradients overflow in fp16, AdamW's kernel would skip its part of the step, but Muon
+        # would take its part. So let the gradient scaler skip the whole step.
+        leave_overflow_to_scaler(self)
 
     def divide_work(self, rank: int, world_size: int, waiting: Waiting, one_by_one: bool) -> None:
         self.rank = rank
@@ -209,7 +211,8 @@ class Muon(torch.optim.AdamW):
     def _muon_step(self, parameters: list[nn.Parameter], lr: float, weight_decay: float) -> None:
         """Update matrices by their orthogonalized Nesterov momentum.
 
-        The update of a tall matrix is scaled up, so that its outputs change as much as others.
+        The update of a tall matrix is scaled up, so that the outputs of its layer change as much as
+        those of a square matrix.
         """
         directions = self._nesterov_momentum(parameters)
         for_each("mul_", parameters, 1 - lr * weight_decay)

@@ -26,7 +26,10 @@ DECLARATIONS: dict[type[Optimizer], Declaration] = {}
 
 
 def declare_state(optimizer: type[Optimizer]) -> Callable[[Declaration], Declaration]:
-    """Decorate the function that declares the state of an optimizer class, without subclasses."""
+    """Decorate the function that declares the state of an optimizer class.
+
+    The declaration does not apply to subclasses.
+    """
 
     def add(declaration: Declaration) -> Declaration:
         DECLARATIONS[optimizer] = declaration

@@ -20,9 +20,10 @@ NOT_USER_CODE = (
 )
 # Network errors of these libraries are not always an OSError.
 NETWORK_LIBRARIES = ("aiohttp", "botocore", "httpcore", "httpx", "urllib3")
-# Errors that the machine or its memory causes.
+# Matches messages of errors that the machine or its memory causes.
 MACHINE_ERROR = re.compile(r"DataLoader worker (\(pid|was killed)|out of memory|CUDA error")
-# A call in the text of a traceback. The error of a DataLoader process has the text in its message.
+# A call in the text of a traceback. An error from a DataLoader process has such a text in its
+# message.
 TRACEBACK_CALL = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
 
 

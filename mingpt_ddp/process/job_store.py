@@ -121,7 +121,7 @@ def raise_if_fatal(store: Store) -> None:
         RunError: The recorded error.
     """
     if store.check([FATAL]):
-        raise RunError(get_now(store, FATAL).partition(": ")[2])  # RunError adds the kind
+        raise RunError(get_now(store, FATAL).partition(": ")[2])  # RunError adds `run error: `
 
 
 def get_now(store: Store, key: str) -> str:

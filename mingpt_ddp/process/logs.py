@@ -53,7 +53,7 @@ def to_file(directory: Path, env: DistEnv) -> None:
 
     Args:
         directory: Directory of the file.
-        env: Has the rank N.
+        env: Its global rank is the N in the file name.
 
     Raises:
         RunError: The file cannot be written.
@@ -114,7 +114,7 @@ def progress_bar(env: DistEnv, total: int | None, name: str, unit: str, initial:
 
 
 def _is_sized_terminal() -> bool:
-    """Return True if standard error is a terminal of a known size, without which tqdm is silent."""
+    """Return True if standard error is a terminal whose size is known. Else tqdm prints nothing."""
     if sys.stderr is None or not sys.stderr.isatty():
         return False
     return min(os.get_terminal_size(sys.stderr.fileno())) > 0

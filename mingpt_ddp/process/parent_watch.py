@@ -1,4 +1,4 @@
-"""End this process when its parent dies. End stopped processes for which an agent would wait."""
+"""End this process when its parent dies, and kill stopped processes that an agent waits for."""
 
 import multiprocessing
 import os

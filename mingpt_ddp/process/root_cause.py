@@ -77,25 +77,25 @@ class ProcessExit:
         If this rank has lost a peer, wait for the report of the peer's error and log it.
 
         Args:
-            in_sweep: True if another job may follow in this process. It does if all ranks have
-                failed in the same way.
+            in_sweep: True if this process may train another job after this one. It does so if all
+                ranks have failed in the same way.
         """
         if isinstance(error, UserError):
             may_go_on = in_sweep and not isinstance(error, ChangedTextError)
             if may_go_on and self._failed_on_all_ranks(error):
                 return failed(error)
-            return self._of_user(error)
+            return self._user_error_outcome(error)
         if in_sweep and self.env.world_size == 1:
             self._log_traceback("the job failed", error)
             return failed(UserError(self._describe(error)), FAILURE)
-        return replace(self._of_rank(error), ends_process=True, job=self.job)
+        return replace(self._rank_error_outcome(error), ends_process=True, job=self.job)
 
-    def _of_user(self, error: UserError) -> Outcome:
+    def _user_error_outcome(self, error: UserError) -> Outcome:
         if self.group is not None:
             self.group.failures.record(str(error), type(error).__name__)
         return replace(failed(error), ends_process=True, job=self.job)
 
-    def _of_rank(self, error: Exception) -> Outcome:
+    def _rank_error_outcome(self, error: Exception) -> Outcome:
         """Return the outcome of an error that is not a UserError, or of the loss of a peer."""
         import torch.distributed as dist
 
@@ -115,7 +115,7 @@ class ProcessExit:
                 f"rank {rank}: {text}; this error occurred twice at the same step, so {advice}"
             )
             # Exit without waiting for local rank 0: if a peer exits first, the agent restarts all.
-            return replace(self._of_user(twice), reporter=Reporter.THIS_RANK)
+            return replace(self._user_error_outcome(twice), reporter=Reporter.THIS_RANK)
         if self.group is not None:
             self.group.failures.record(text)
         return failed(UserError(f"rank {rank}: {text}"), FAILURE)

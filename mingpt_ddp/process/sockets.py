@@ -1,7 +1,7 @@
 """The directory in which multiprocessing creates its sockets.
 
-A process locks its directory as long as it lives. After SIGKILL the directory is left behind, and
-the next start of a process deletes it.
+A process locks its directory as long as it lives. If SIGKILL ends the process, its directory is
+left behind. The next process that creates such a directory deletes it.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ def _config() -> dict[str, Any]:
 
 
 def _lock(directory: str) -> bool:
-    """Lock a new directory until this process ends. Return False if another start deletes it."""
+    """Lock a new directory until this process ends. Return False if another process deletes it."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -38,7 +38,8 @@ def echo(text: str, *, verbatim: bool = False) -> None:
         sys.exit(CLOSED_PIPE)
     except OSError as error:
         raise OutputError(
-            f"cannot write to standard output: {reason(error)}; free space, or send it elsewhere"
+            f"cannot write to standard output: {reason(error)}; free space, or send the output "
+            "elsewhere"
         ) from error
 
 
@@ -49,7 +50,10 @@ def echo_error(text: str) -> None:
 
 
 def drop_unwritten_log() -> None:
-    """Drop log lines that standard error does not take. They must not change the exit code."""
+    """Drop log lines that cannot be written to standard error.
+
+    They must not change the exit code.
+    """
     with contextlib.suppress(OSError):
         _print("", sys.stderr, end="")
 

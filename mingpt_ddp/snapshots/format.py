@@ -51,7 +51,7 @@ MAX_STATE_BYTES = 1 << 24  # enough for a vocabulary of all Unicode characters
 MAX_MANIFEST_BYTES = 1 << 22  # enough for 10,000 shards
 MAX_JSON_DEPTH = 20
 MAX_HEADER_BYTES = 1 << 24  # header of a safetensors file; enough for 100,000 tensors
-# Requests for smaller shards cost more time than writing them in parallel saves.
+# Writing smaller shards in parallel would save less time than the additional requests take.
 MIN_SHARD_BYTES = 1 << 24
 
 
@@ -69,7 +69,7 @@ class Snapshot:
 
     step: int
     model: dict[str, Tensor]
-    optimizer: dict[str, Tensor]  # `<parameter>:<name>`, see state_dict.py
+    optimizer: dict[str, Tensor]  # named `<parameter>:<key>`, see state_dict.py
     # The values in state.json: configuration, train state, gradient scaler, losses, vocabulary.
     state: dict[str, Any]
     ema: dict[str, Tensor] = field(default_factory=dict)  # named as in `model`

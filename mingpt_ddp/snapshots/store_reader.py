@@ -150,7 +150,7 @@ class StoreReader:
             raise CorruptSnapshotError("it is larger than the memory of this machine") from error
         except (ValueError, RuntimeError) as error:  # the digests are valid, the content is not
             reason = ascii(str(error))[1:-1]
-            raise CorruptSnapshotError(f"cannot be parsed: {reason[:200]}") from error
+            raise CorruptSnapshotError(f"it cannot be parsed: {reason[:200]}") from error
         # If only the model was asked for, its averaged weights may have been read instead.
         tensors["model"] = tensors["model"] or tensors["ema"]
         return Snapshot(step=step, state=state, index=index, **tensors)

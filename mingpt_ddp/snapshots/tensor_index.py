@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from mingpt_ddp.distributed.device.machine import installed_memory
+from mingpt_ddp.distributed.device.machine import usable_memory
 from mingpt_ddp.snapshots.format import MAX_HEADER_BYTES
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def check_memory(what: str, size: int) -> None:
         MemoryError: The files are too large.
     """
     # While the files are decoded, they are in memory both as bytes and as tensors.
-    if 2 * size > installed_memory():
+    if 2 * size > usable_memory():
         raise MemoryError(f"{what} is larger than the memory")
 
 

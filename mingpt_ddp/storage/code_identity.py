@@ -102,7 +102,7 @@ class Code:
 
 
 def start_reading(roots: Iterable[Path]) -> Callable[[], Code]:
-    """Start a thread that reads the code of this process, while the run goes on starting.
+    """Start a thread that reads the code of this process. The start of the run goes on meanwhile.
 
     Args:
         roots: The user's files from which all other files of the user are imported.
@@ -169,7 +169,7 @@ def read_code(
 
 
 def with_loaded_files(record: Mapping[str, Any], roots: Iterable[Path]) -> dict[str, Any]:
-    """Add the user's files that this process has loaded since to the record of its run."""
+    """Add all the user's files that this process has loaded by now to the record of its run."""
     if not record:
         return {}
     return {**record, "files": {**record["files"], **_by_name(loaded_files(roots))}}
@@ -295,7 +295,10 @@ def _sha256(content: bytes) -> str:
 
 
 def _sha256_now(name: str) -> str | None:
-    """Return the SHA-256 of a Python file, as it was loaded or as it is now. None if unreadable."""
+    """Return the SHA-256 of a Python file: of the loaded content, or of the file if not loaded.
+
+    Return None if the file is not a Python file, or cannot be read.
+    """
     if not name.endswith(".py"):
         return None
     with contextlib.suppress(OSError, ValueError):

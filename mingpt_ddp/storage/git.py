@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 MAX_PATCH_BYTES = 1_000_000
-# Options with which git does not lock or page, and does not run a program that the checkout
+# With these options, git takes no locks, starts no pager, and runs no program that the checkout
 # configures.
 OPTIONS = (
     "--no-optional-locks",
@@ -19,7 +19,7 @@ OPTIONS = (
     "-c",
     f"core.bigFileThreshold={MAX_PATCH_BYTES}",  # do not compare large files line by line
 )
-# Environment variables with which git does not ask for a password or fetch anything. EMPTY is for
+# With these variables, git does not ask for a password or fetch anything. EMPTY is used by
 # `no_filters`.
 ENVIRONMENT = {"GIT_TERMINAL_PROMPT": "0", "GIT_ALLOW_PROTOCOL": "none", "EMPTY": ""}
 # Held while git starts, so that this process does not fork at the same time. A process forked then

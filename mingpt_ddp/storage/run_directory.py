@@ -32,6 +32,7 @@ SWEEP = "sweep.json"
 FAILURES = "failures.jsonl"
 JOURNAL = "study.journal"  # Optuna's journal, in the directory of a search
 STUDY_ATTRIBUTE = "mingpt_ddp"  # attribute of Optuna's study: the settings that all trials share
+# Files that an atomic write leaves behind if the process is killed.
 PARTIAL_FILES = (
     ".config*.partial",
     ".code*.partial",
@@ -137,7 +138,7 @@ class RunDirectory:
         if storage.has_flock:
             path = Path(storage.root)
             if not path.is_relative_to(self.path.absolute()):
-                self._lock(path, 0, what="the snapshot directory", key="path for snapshots")
+                self._lock(path, 0, what="the snapshot directory", key="snapshot.path")
             _delete_files(path, PROBE_PATTERNS)
         elif isinstance(storage, RemoteStorage) and storage.has_lease:
             self._acquire_lease(storage)

@@ -42,7 +42,8 @@ class Storage:
     def has_lease(self) -> bool:
         """True if a lease must protect the files.
 
-        Processes on all machines can write them, but there is no flock.
+        This is so if processes on all machines can write the files, but cannot lock them with
+        flock.
         """
         return self.shared and not self.has_flock
 

@@ -26,7 +26,7 @@ ADVICE = "use a directory or an object store"
 
 
 def check_can_open(key: str, url: str, writable: bool = False) -> None:
-    """Check that an installed library can open a URL, without sending a request.
+    """Check that an installed library can open a URL. Most protocols send no request for this.
 
     A URL is refused if its protocol is unknown or not installed, or needs settings besides the URL.
 
@@ -60,7 +60,7 @@ def check_can_open(key: str, url: str, writable: bool = False) -> None:
 
 
 def check_urls(config: Config) -> None:
-    """Check that installed libraries can open all URLs in a configuration, without a request.
+    """Check that installed libraries can open all URLs in a configuration.
 
     Raises:
         ConfigError: A URL cannot be opened. The message names its key.

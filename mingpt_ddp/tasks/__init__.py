@@ -29,8 +29,8 @@ def build_task(
     Args:
         initial_state: The untrusted state.json of another run, whose weights the model starts from
             (run.init_from). The task is adapted to these weights by `Task.extend`.
-        recorded_state: The untrusted state.json of the snapshot to resume or to evaluate. The task
-            keeps its tokenizer if it was trained or given.
+        recorded_state: The untrusted state.json of the snapshot to resume or to evaluate. A
+            language model takes its tokenizer from there, unless data.tokenizer is char.
 
     Raises:
         CodeError: The user has registered something other than a Task.

@@ -13,8 +13,8 @@ from mingpt_ddp.errors import CodeError
 from mingpt_ddp.models import eval_mode, has_cache, has_graph_step
 from mingpt_ddp.models.block_parts import PART_LABEL
 
-# Allowed difference between logits, as a fraction of the largest logit. It covers another order of
-# summation, and TF32.
+# Allowed difference between logits, as a fraction of the largest logit. Sums in another order, and
+# products in TF32, may differ by as much.
 TOLERANCE = {"cpu": 1e-3, "cuda": 1e-2}
 MAX_OFFSET = 0.5  # largest number that `draw_weights` adds to an element of a vector
 
@@ -61,7 +61,10 @@ def _checked_parts(model: nn.Module) -> Iterator[None]:
 
 
 def _check_part(part: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-    """Refuse an output that would fail in the block, or be broadcast to the residual stream."""
+    """Refuse an output whose shape differs from the input.
+
+    Adding it to the residual stream would raise an error, or silently broadcast it.
+    """
     shape = tuple(arguments[0].shape)
     promise = f"{vars(part)[PART_LABEL]} must return a tensor of shape (B, T, C), here {shape}"
     if getattr(part, "rotary", False):
@@ -85,7 +88,7 @@ def check_is_causal_lm(model: nn.Module, name: str, vocab_size: int, x: Tensor, 
 
     Raises:
         CodeError: The logits depend on later tokens, on other sequences, on chance, or on whether
-            the model decodes with a cache. Or the loss is not their mean cross-entropy.
+            the model decodes with a cache. Or the loss is not the mean cross-entropy of the logits.
     """
     other = x.clone()
     other[:, -1] = (x[:, -1] + 1) % vocab_size  # x with another last token
@@ -135,7 +138,7 @@ def check_is_causal_lm(model: nn.Module, name: str, vocab_size: int, x: Tensor, 
     if not math.isclose(float(loss), expected, abs_tol=relative * max(1.0, largest)):
         raise CodeError(
             f"the model {name}: model(tokens, targets) must return the mean cross-entropy of "
-            f"its logits, which in evaluation mode are {expected:.4f} nats, not {float(loss):.4f}"
+            f"its logits, which in evaluation mode is {expected:.4f} nats, not {float(loss):.4f}"
         )
 
 

@@ -49,11 +49,12 @@ TRIAL_TOKENS = 64  # number of tokens in each sequence of a trial batch
 class LanguageModel(Task):
     """The task of a language model. Its loss is the cross-entropy in nats per token.
 
-    The model has the interface of `mingpt_ddp.models.LanguageModel`.
+    The model has the interface of `mingpt_ddp.models.ModelProtocol`.
     """
 
     unit = "tokens"
-    comparable = ("bits_per_byte", "bits_per_char")  # do not depend on the tokenizer
+    # These metrics do not depend on the tokenizer. They compare runs with different tokenizers.
+    comparable = ("bits_per_byte", "bits_per_char")
     _notes: tuple[str, ...] = ()  # log lines that say how the texts are read
     # Maps the id of each token in the text to its id in the model. None if both are the same.
     _model_ids: Tensor | None = None
@@ -114,10 +115,10 @@ class LanguageModel(Task):
 
     @classmethod
     def build(cls, config: Config, group: ProcessGroup, recorded_state: dict[str, Any]) -> Task:
-        """Build the task with the recorded tokenizer if that was trained or given.
+        """Build the task with the tokenizer of the snapshot, or with one made from the text.
 
-        The files of such a tokenizer may be gone. A tokenizer of characters is made anew from the
-        text.
+        The files of a tokenizer that was trained, or given by the user, may be gone, so it is taken
+        from the snapshot. A character tokenizer (data.tokenizer=char) is made from the text again.
         """
         is_given = "tokenizer" in recorded_state
         if isinstance(config.data, DataConfig) and "vocabulary" in recorded_state:
@@ -162,7 +163,8 @@ class LanguageModel(Task):
     def _loss_unit(self) -> str:
         """Return the word for one item of the mean loss, such as "character" or "token".
 
-        With an end token items are called tokens, since the end of a document is not a character.
+        If the tokenizer has an end token, the word is "token", since the end of a document is not
+        a character.
         """
         tokenizer = self.tokenizer
         return UNITS[tokenizer.name] if tokenizer.end is None else "token"
@@ -210,8 +212,9 @@ class LanguageModel(Task):
             self._model_ids = None if is_same else torch.tensor(ids)
         elif saved.state() != own.state():
             raise ConfigError(
-                f"the weights have a {saved.name} tokenizer, the text has a different {own.name} "
-                "tokenizer"
+                f"the weights were trained with a {saved.name} tokenizer, but the text is encoded "
+                f"with a different {own.name} tokenizer; set data.tokenizer to the tokenizer of "
+                "the weights"
             )
         self.dataset.tokenizer = saved
         self.shape = (saved.vocab_size, self.shape[1])
@@ -340,8 +343,8 @@ class LanguageModel(Task):
 class _TokenLengths:
     """Counts the bytes and characters of tokens.
 
-    Its tables stay on the device of the latest tokens: to copy them for each batch would wait for
-    the GPU each time.
+    Its tables stay on the device of the latest tokens, because copying them to a GPU for each batch
+    would wait for the GPU each time.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

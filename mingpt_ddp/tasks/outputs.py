@@ -16,7 +16,8 @@ Losses: TypeAlias = Tensor | Mapping[str, Tensor]
 Metrics: TypeAlias = Mapping[str, Tensor | float | Mean]  # a scalar counts as one item
 Returned: TypeAlias = Losses | tuple[Losses, Metrics]
 
-# A metric is a sum and a count. The ranks add up both, under its name with these prefixes.
+# Each metric is a sum and a count. The ranks add up the sums under the name SUM + metric, and the
+# counts under COUNT + metric.
 SUM = "sum/"
 COUNT = "count/"
 RESERVED_NAMES = ("loss", "lr", "epoch", "grad_norm")  # every run logs these as train/<name>
@@ -24,10 +25,13 @@ RESERVED_NAMES = ("loss", "lr", "epoch", "grad_norm")  # every run logs these as
 
 @runtime_checkable
 class SupportsStepMetrics(Protocol):
-    """An optional method of a model, which returns metrics of its latest forward pass to log."""
+    """An optional method of a model. The run logs the metrics that it returns."""
 
     def step_metrics(self) -> Metrics:
-        """Return scalars, or pairs of a sum and the number of items in it, by name."""
+        """Return metrics of the latest forward pass, by name.
+
+        Each is a scalar, or a pair of a sum and the number of items in it.
+        """
 
 
 @dataclass(frozen=True)

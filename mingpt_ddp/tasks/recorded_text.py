@@ -50,19 +50,19 @@ def with_recorded_format(config: Config, state: Any, command_line_keys: Containe
     if state is None or not isinstance(config.data, DataConfig):
         return config
     form: Any = None
-    decided = "text"  # the format that auto chose at the first start
+    used_format = "text"  # format that the run has used: the recorded one, or the choice of auto
     with contextlib.suppress(LookupError, TypeError):  # a damaged state is refused later
         form = with_data_format(state["config"])["data"]["format"]
-        decided = state["text"].get("format", "text")
+        used_format = state["text"].get("format", "text")
     if form not in get_args(Form):
         form = "text"
     if form != "auto":
-        decided = form
+        used_format = form
     if "data.format" in command_line_keys and form != config.data.format:
-        if config.data.format not in ("auto", decided):
+        if config.data.format not in ("auto", used_format):
             raise ConfigError(
                 f"data.format={config.data.format}: the run has read its texts with "
-                f"data.format={decided} so far; leave the key out, or choose another run.name"
+                f"data.format={used_format} so far; leave the key out, or choose another run.name"
             )
         log.info("the run continues with data.format=%s, as in its earlier starts", form)
     return replace(config, data=replace(config.data, format=form))

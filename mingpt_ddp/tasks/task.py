@@ -41,7 +41,8 @@ class Task:
     """
 
     unit = "samples"  # the items of a step; the log shows how many are trained per second
-    comparable: tuple[str, ...] = ()  # metrics that result.json repeats without `val_`
+    # Metrics of the validation split that result.json also has under their name without `val_`.
+    comparable: tuple[str, ...] = ()
 
     def __init__(self, config: Config, group: ProcessGroup) -> None:
         """Load the data. A collective.
@@ -69,7 +70,8 @@ class Task:
             build, f"loading data.dataset={config.data.dataset}"
         )
         self.datasets = built[0] if built else build_datasets(config.data)
-        sample = self.datasets.val[0]  # training samples may be augmented
+        # Look at a sample of the validation split, because training samples may be augmented.
+        sample = self.datasets.val[0]
         x = sample[0] if isinstance(sample, (tuple, list)) else sample
         inputs: Any = tuple(getattr(x, "shape", ()))
         is_tokens = len(inputs) == 1 and x.dtype == torch.int64

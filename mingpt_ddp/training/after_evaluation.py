@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Decision:
-    """The consequences of an evaluation for the run."""
+    """What a run does after an evaluation: save this step as the best one, or end."""
 
     improved: bool = False  # True if this step should be saved as the best so far
     end: RunStatus | None = None  # status with which the run ends now; None if it goes on
@@ -40,7 +40,10 @@ class Validation:
         self.observers = observers
 
     def evaluate(self) -> Decision:
-        """Evaluate this step unless that has been done. Record and log the metrics."""
+        """Evaluate the model on the validation split. Record and log the metrics.
+
+        Do nothing if the model has been evaluated at this step already.
+        """
         state = self.state
         if state.val_step == state.step:
             return Decision()
@@ -94,7 +97,7 @@ class Validation:
         return metrics
 
     def log_sample(self) -> None:
-        """Log a text that the model generates, if the task has one."""
+        """Let the model generate a text, and log it. Do nothing if the task generates no texts."""
         self.run.runtime.group.set_activity(f"sampling after step {self.state.step}")
         with self.metrics.meter.paused(), self.recorder.averaged_weights():
             text = self.evaluator.sample(self.run.trainable.model, self.state.step)

@@ -49,8 +49,8 @@ class AnomalyPolicy:
             grad_norm: Norm of the gradients before clipping.
         """
         # GradScaler skips steps that overflow. This is normal in fp16, and not an anomaly.
-        scaled = self.run.runtime.scaler.is_enabled()
-        if not math.isfinite(loss) or not (scaled or math.isfinite(grad_norm)):
+        uses_scaler = self.run.runtime.scaler.is_enabled()
+        if not math.isfinite(loss) or not (uses_scaler or math.isfinite(grad_norm)):
             return f"loss {loss} and gradient norm {grad_norm}"
         factor = self.trainer.spike_factor
         average = self.run.state.loss_ema
@@ -61,7 +61,8 @@ class AnomalyPolicy:
     def on_step_accepted(self, step: int, loss: float) -> None:
         """Record a step that updates the weights."""
         state = self.run.state
-        # After a rollback the steps before the skipped one are repeated. They do not count.
+        # After a rollback the run repeats the steps before the skipped one. They were accepted once
+        # before, so they do not end the series of skips.
         if step > max(state.skipped_steps, default=0):
             state.consecutive_skips = 0
         if self.trainer.spike_factor is not None:
@@ -83,7 +84,8 @@ class AnomalyPolicy:
     def make_error(self, anomaly: str) -> TrainingError:
         """Make the error that stops the run, with advice on how to continue."""
         config = self.run.config
-        # The name of an unnamed run contains the learning rate, so a change would begin a new run.
+        # Without run.name, the name of the run is made from its settings, such as the learning
+        # rate. A lower rate would then begin a new run instead of continuing this one.
         name = "" if config.run.name else f" and run.name={run_name(config)}"
         advice = f"run again with a lower optimizer.lr or trainer.grad_norm_clip{name}"
         return TrainingError(f"{anomaly}; {advice} to continue from the last snapshot")

@@ -2,9 +2,9 @@
 
 With trainer.max_minutes the number is not known at the start. Each step is then timed, from the
 exchange of flags in one step to the exchange in the next step. Evaluations, samples and stalls for
-snapshots do not count. After a tenth of the minutes, the median time of a step converts the
-remaining minutes into a number of steps. From then on the run has that many steps, however long
-they take. The learning rate begins to decay when the number is known.
+snapshots do not count. After a tenth of the minutes, the remaining minutes are divided by the
+median duration of a step. This fixes the number of steps: from then on it does not change, however
+long the steps take. The learning rate begins to decay when the number is known.
 """
 
 import logging
@@ -57,10 +57,10 @@ class RunLength:
         self.steps_per_epoch = steps_per_epoch
         self.state = state or TrainState()
         # The last step, if trainer.max_minutes was over before it became a number of steps. It is
-        # not saved: if the user allows more minutes, the time of the steps gives a new number.
+        # not saved. If the user later allows more minutes, the number of steps is computed anew.
         self.out_of_time_at: int | None = None
-        # The step at which a loop of the user's own has ended the run in an earlier start, perhaps
-        # before its limits. None for the loop of main.py.
+        # Only for a training loop of the user's own: the step at which the loop ended the run in an
+        # earlier start. The loop may stop before any limit is reached.
         self.stopped_at: int | None = None
         if self.steps_from_pace(self.state.step) == self.state.step:
             self.out_of_time_at = self.state.step
@@ -111,8 +111,9 @@ class RunLength:
     def with_decay_from(self, optimizer: T) -> T:
         """Return the optimizer's configuration with the step at which the rate begins to decay.
 
-        Only trainer.max_minutes changes the configuration. The decay then begins at the step that
-        has fixed the number of steps, since earlier learning rates cannot depend on the number.
+        With trainer.max_minutes, the decay begins at the step that has fixed the number of steps,
+        because the learning rates of earlier steps cannot depend on that number. Without it, or if
+        the user has set where the decay begins or ends, the configuration stays as it is.
         """
         given = (optimizer.decay_from, optimizer.schedule_steps)
         if self.trainer.max_minutes is None or given != (None, None):
@@ -125,14 +126,18 @@ class RunLength:
 
     @property
     def minutes(self) -> float:
-        """The minutes that all steps so far have taken. An untimed step counts as a mean step."""
+        """The minutes that all steps so far have taken.
+
+        Steps that were not timed are assumed to have taken as long as the mean of the timed steps.
+        """
         return self._mean_s * self.state.step / 60
 
     @property
     def _mean_s(self) -> float:
         """The mean duration of the steps so far, in seconds."""
         state = self.state
-        steps = min(state.timed_steps, UNKNOWN_STEPS)  # a snapshot may have any number
+        # A damaged snapshot may contain a number that is too large for a float.
+        steps = min(state.timed_steps, UNKNOWN_STEPS)
         seconds = state.timed_seconds
         if steps <= 0:  # the snapshot is from a version that did not time steps
             steps = state.step
@@ -140,10 +145,10 @@ class RunLength:
         return max(seconds, 1e-9) / max(1, steps)
 
     def steps_from_pace(self, step: int) -> int | None:
-        """Compute the number of steps from the time that the steps so far have taken.
+        """Compute the number of steps of the run from the time that the steps so far have taken.
 
-        Return None if the number is fixed already, or if it is too early to fix it. If the minutes
-        are over, this step is the last one.
+        Return None if the number is fixed already, or if it is too early to fix it. Return the
+        current step if the minutes are over.
 
         Args:
             step: Number of the current step.
@@ -237,10 +242,10 @@ class StepTimer:
         self._block_since = 0.0
         self._block_steps = 0
 
-    def take(self, step: int) -> int:
-        """Take the time in this step. Return the number of steps of the run if it can be fixed now.
+    def record_step(self, step: int) -> int:
+        """Add the time since the last call to the train state, unless this is an untimed step.
 
-        Return 0 if it cannot.
+        Return the number of steps of the run if it can be fixed in this step, and 0 if not.
         """
         state = self.length.state
         is_fixed = self.length.is_fixed
@@ -308,5 +313,5 @@ def early_end_notice(trainer: TrainerConfig, limits: dict[str, int]) -> str | No
         if other != "max_epochs" and limits.get(other, 0) > limits[first]:
             end = f"trainer.{first}={getattr(trainer, first)} ends the run at step {limits[first]}"
             before = f"trainer.{other}={getattr(trainer, other)}"
-            return f"{end}, before {before}; set it to null to continue"
+            return f"{end}, before {before}; set trainer.{first}=null to train on"
     return None

@@ -1,8 +1,8 @@
 """Look at a step of a repeated run: the loss of each sequence, and the gradient norm of each layer.
 
-The look comes just before the step is trained. Its forward and backward passes run once more than
-needed (a rehearsal), and their gradients are measured and dropped. The training then continues with
-the same bits as without the look.
+Just before the run trains the step, it runs the forward and backward passes of the step once (a
+rehearsal). It measures the gradients of the rehearsal, and drops them. Then it trains the step.
+The training is bit-identical with and without the rehearsal.
 """
 
 import json
@@ -57,7 +57,7 @@ def requested_look(train_step: TrainStep) -> Callable[[int], None]:
 
 
 class Look:
-    """Look at the requested step."""
+    """Rehearses the requested step, and writes the measurements to a file."""
 
     def __init__(self, train_step: TrainStep, request: LookRequest) -> None:
         """
@@ -75,8 +75,7 @@ class Look:
         check((request.without or 1) <= size, f"without={request.without} must be at most {size}")
         check(
             request.without is None or size > 1,
-            f"without={request.without} would leave no sequence in a batch of one; leave the key "
-            "out",
+            f"without={request.without} would leave no sequence in a batch of one; remove the key",
         )
         self.train_step = train_step
         self.request = request
@@ -88,63 +87,66 @@ class Look:
         request = self.request
         if step != request.step:
             return
-        this = self.train_step
-        this.runtime.group.set_activity(f"looking at step {step}")
-        losses, found = self._rehearse()
+        train_step = self.train_step
+        train_step.runtime.group.set_activity(f"looking at step {step}")
+        losses, results = self._rehearse()
         # NaN counts as the highest loss. It is the only number that does not equal itself.
         order = sorted(losses, key=lambda i: (losses[i] == losses[i], -losses[i]))
         if request.without is not None:
-            _, found["without"] = self._rehearse(left_out=order[request.without - 1])
-        this.runtime.group.run_on_rank_zero(lambda: self._write(found, losses, order))
+            _, results["without"] = self._rehearse(left_out=order[request.without - 1])
+        train_step.runtime.group.run_on_rank_zero(lambda: self._write(results, losses, order))
 
     def _rehearse(self, left_out: int | None = None) -> tuple[dict[int, float], dict[str, Any]]:
         """Run the passes of the step, measure the gradients, and drop them.
 
         Args:
-            left_out: Index in the batch of a sequence that does not count. None if all count.
+            left_out: Index in the batch of the sequence to leave out of the mean loss, and
+                therefore out of the gradients. None to use all sequences.
 
         Returns:
-            The loss of each sequence by its index in the batch. Then the results for the whole
-            step: the mean loss, and the gradient norms before the user's hooks change gradients.
+            The loss of each sequence by its index in the batch. And the results for the whole step:
+            the mean loss, and the gradient norms before the user's hooks change gradients.
         """
-        this = self.train_step
+        train_step = self.train_step
         losses: dict[int, float] = {}
-        n_counted = this.plan.batch_size - (left_out is not None)
+        n_counted = train_step.plan.batch_size - (left_out is not None)
 
         def measure(micro: MicroBatch, batch: Any) -> Outputs:
             """Compute the loss of each sequence of a micro-batch from one forward pass."""
-            total = torch.zeros((), device=this.runtime.device)
-            logits = this.parallel_model(self.task.in_ids_of_model(batch)[0])  # (B, T, V)
+            total = torch.zeros((), device=train_step.runtime.device)
+            logits = train_step.parallel_model(self.task.in_ids_of_model(batch)[0])  # (B, T, V)
             rows = zip(*[each.split(1) for each in (logits, *batch)], strict=True)
             for index, (row, *sequence) in enumerate(rows, micro.index * len(logits)):
-                outputs = outputs_of(self.task.loss(_KnownOutput(row), tuple(sequence)), this.model)
+                outputs = outputs_of(
+                    self.task.loss(_KnownOutput(row), tuple(sequence)), train_step.model
+                )
                 loss = outputs.losses["loss"]
                 losses[index] = float(loss)
                 total = total + loss * (index != left_out)
             # The step takes the mean over its micro-batches.
-            mean = total * this.plan.n_micro / n_counted
+            mean = total * train_step.plan.n_micro / n_counted
             return replace(outputs, losses={**outputs.losses, "loss": mean})
 
-        with kept_buffers(this.model):
-            this.passes(self.request.step, measure)
+        with kept_buffers(train_step.model):
+            train_step.passes(self.request.step, measure)
         layers: dict[str, list[Tensor]] = {}
-        for name, gradient in gradients_of(this.model).items():
+        for name, gradient in gradients_of(train_step.model).items():
             layers.setdefault(LAYER.findall(name)[0], []).append(gradient)
         norms = {}
         for layer, gradients in layers.items():
-            norm = this.strategy.total_norm(gradients) / this.runtime.scaler.get_scale()
+            norm = train_step.strategy.total_norm(gradients) / train_step.runtime.scaler.get_scale()
             norms[layer] = float(norm)
-        this.optimizer.zero_grad(set_to_none=True)
-        for other in this.runtime.group.all_gather([*losses.items()]):
+        train_step.optimizer.zero_grad(set_to_none=True)
+        for other in train_step.runtime.group.all_gather([*losses.items()]):
             losses.update(other)
         mean = sum(loss for index, loss in losses.items() if index != left_out) / n_counted
         return losses, {"loss": mean, "grad_norm": math.hypot(*norms.values()), "layers": norms}
 
-    def _write(self, found: dict[str, Any], losses: dict[int, float], order: list[int]) -> None:
+    def _write(self, results: dict[str, Any], losses: dict[int, float], order: list[int]) -> None:
         """Write the result and the sequences.
 
         Args:
-            found: The results for the whole step. The sequences are added here.
+            results: The results for the whole step. This method adds the sequences to them.
             losses: Loss of each sequence, by its index in the batch.
             order: Indices of the sequences, in the order in which they are written.
         """
@@ -157,7 +159,7 @@ class Look:
         cache = TextCache(task.config.data)
         origins = find_origins(task.text, cache, self.loader.starts(step), len(ids[0]))
         can_decode = not isinstance(task.tokenizer, NoTokenizer)
-        found["sequences"] = [
+        results["sequences"] = [
             {
                 "loss": losses[index],
                 "sources": [asdict(origin) for origin in origins[index]],
@@ -166,7 +168,7 @@ class Look:
             }
             for index in order
         ]
-        Path(self.request.path).write_text(json.dumps(found))
+        Path(self.request.path).write_text(json.dumps(results))
 
 
 class _KnownOutput(nn.Module):

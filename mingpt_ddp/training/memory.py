@@ -1,4 +1,4 @@
-"""Refuse a run that does not fit into memory: a restart would fail again."""
+"""Refuse a run that does not fit into memory, because a restart would fail in the same way."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,8 +11,8 @@ from mingpt_ddp.distributed.strategies import check_strategy
 from mingpt_ddp.errors import ConfigError
 
 SMALLER_MODEL_ADVICE = "choose a smaller model"
-# In the first steps of an attempt memory may run out. The first step creates the optimizer's state,
-# and the second step is the first one that trains with it.
+# A run that does not fit into memory fails within this many steps. The first step creates the state
+# of the optimizer, and the second one is the first to run its passes with that state in memory.
 FIRST_STEPS = 2
 
 

@@ -18,10 +18,14 @@ from mingpt_ddp.training.trainable import Run
 
 
 def _check_metric(metric: str | None, metrics: Mapping[str, float]) -> None:
-    """Refuse a `sweep.metric` of the validation split that an evaluation has not measured.
+    """Check that an evaluation has measured `sweep.metric`, if this is a validation metric.
+
+    Args:
+        metric: Value of `sweep.metric`. It may begin with a minus. None if it is not set.
+        metrics: The metrics that the evaluation has measured.
 
     Raises:
-        ConfigError: The message suggests metrics that the evaluation has measured.
+        ConfigError: The metric is missing. The message suggests one that was measured.
     """
     name = (metric or "").removeprefix("-")
     names = [f"val_{each}" for each in metrics]
@@ -61,8 +65,8 @@ class Recorder:
             train_step: The train step of the run.
             times: Durations of the stages of this start.
             observers: The hooks and trackers that receive the measurements.
-            end: The end of metrics.jsonl, as earlier attempts left it. None on other ranks than
-                rank zero.
+            end: The end of metrics.jsonl, as earlier attempts left it. None on ranks other than
+                zero.
         """
         self.run = run
         self.train_step = train_step
@@ -81,7 +85,7 @@ class Recorder:
         self.restore_meter()
 
     def restore_meter(self) -> None:
-        """Continue the log interval that the train state contains."""
+        """Load the sums of the current log interval from the train state into the meter."""
         state = self.run.state
         sums = {"loss": state.loss_sum, **state.loss_part_sums}
         self.metrics.meter.load_state(sums, state.loss_steps)

@@ -1,4 +1,7 @@
-"""One training run. Read me first: its stages, and the objects of the training, in order."""
+"""Train one run. Read this file first: it calls the stages of a run in order.
+
+It also shows which objects the training loop consists of.
+"""
 
 import contextlib
 import logging
@@ -85,8 +88,8 @@ def train_run(
 def evaluate_complete(run: Run, evaluator: Evaluator) -> TrainingEnd:
     """Log a sample of a complete run, and evaluate it if an evaluation is missing.
 
-    If the user's code has been edited, the weights belong to another model. Then there is no
-    sample, and the test split keeps its recorded result.
+    If the user's code has been edited since, the weights belong to a different model. The run is
+    then not sampled, and the test metrics are read from result.json instead of measured again.
     """
     state = run.state
     group = run.runtime.group
@@ -94,7 +97,8 @@ def evaluate_complete(run: Run, evaluator: Evaluator) -> TrainingEnd:
     is_edited = group.run_on_rank_zero(lambda: warn_of_edited_code(run.code))
     model = run.trainable.model
     with run.trainable.average.applied():
-        # A run with a larger limit may have saved this snapshot between two evaluations.
+        # The snapshot may be from a step without an evaluation, if the user has lowered the limit
+        # of the run since.
         if state.val_step != state.step or not state.val_metrics:
             state.val_metrics = evaluator.run(model, "val")
             state.val_loss = state.val_metrics["loss"]
@@ -114,7 +118,8 @@ def begin_attempt(
     record_attempt(run, history, times)
     plan = plan_batches(run.config, runtime.group.data_size, run.resumed.get("micro_batch_size"))
 
-    # Wrap the model before the clocks of the recorder start, so that its time does not count.
+    # Wrap the model before the clocks of the recorder start, so that the time for wrapping does not
+    # count as training time.
     train_step = TrainStep(runtime, run.task, run.loader, plan, run.trainable, run.length)
     recorder = Recorder(run, train_step, times, observers, history.end)
     validation = Validation(run, recorder, evaluator, observers)

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class JobRecord(NamedTuple):
-    """The record of a job before it runs: its name, and the result of an earlier start.
+    """What is known about a job before it runs: its name, and the result of an earlier start.
 
-    Rank zero looks it up, and sends it to the other ranks as JSON values.
+    Rank zero looks this up, and sends it to the other ranks as JSON values.
     """
 
     name: str  # final run.name of the job
@@ -37,9 +37,9 @@ class JobRecord(NamedTuple):
 
 
 class Records(ABC):
-    """The questions that a job asks its sweep.
+    """Gives a job access to the records of its sweep.
 
-    The sweep knows earlier results, objectives, the pruner, and the number of threads.
+    These are the results of earlier starts, the objective, the pruner and the number of threads.
     """
 
     @abstractmethod
@@ -66,7 +66,8 @@ class Records(ABC):
     def threads(self, workers: int, default: int) -> int | None:
         """Return the number of torch threads for each worker, or None to keep the default.
 
-        All starts of a sweep use the number of the first start, since it may change the bits.
+        All starts of a sweep use as many threads as the first one, because the number of threads
+        can change the last bits of a result.
 
         Args:
             workers: The number of workers.
@@ -75,9 +76,9 @@ class Records(ABC):
 
 
 class SingleRun(Records):
-    """The records of a job without a sweep in this process. They remember nothing.
+    """The records of a job if this process does not run its sweep. Nothing is remembered.
 
-    This is a single run, or a worker of a process that runs the sweep.
+    The job is a single run, or this process is a worker and its parent process runs the sweep.
     """
 
     def __init__(self, pruner: PrunerCallback | None = None) -> None:
@@ -106,7 +107,7 @@ def run_job(job: Job, env: DistEnv, records: Records, started_at: float) -> Outc
 
     Args:
         job: The job to run.
-        env: The ranks of this process.
+        env: The rank of this process, and how it was started.
         records: Results of earlier starts, and the pruner of a search.
         started_at: time.monotonic() when this job began.
     """
@@ -151,7 +152,7 @@ def name_job(job: Job, env: DistEnv, records: Records) -> Job | Outcome:
 
 
 def _known_outcome(job: Job, known: JobRecord) -> Outcome | None:
-    """Return the outcome of a job that has ended before or is not needed, and None for others."""
+    """Return the outcome of a job that has ended before or is not needed. Else return None."""
     if not known.is_needed:
         return Outcome(RunStatus.COMPLETE, value=math.nan, was_known=True, was_needed=False)
     if known.value is not None:
@@ -176,7 +177,7 @@ async def run_on_workers(
 
     Args:
         job: A job that `name_job` has returned.
-        env: The ranks of this process.
+        env: The rank of this process, and how it was started.
         records: Results of earlier starts, and the pruner of a search.
         started_at: time.monotonic() when this job began.
         forwarder: Sends signals of this process on to the workers. It is already installed.
@@ -196,8 +197,8 @@ def _outcome_on_workers(job: Job, ended: Ended, records: Records) -> Outcome:
     directory = job.directory
     if ended.code not in (0, preempted_code) and not ended.signalled:
         error = ended.error or JobError(f"the workers of this job exited with code {ended.code}")
-        # Workers print their own error. If they died without printing one, only a sweep has more to
-        # say, namely which job it was.
+        # Workers print their own error. If they died without printing one, a sweep still prints
+        # which of its jobs has failed. A single run prints nothing more.
         reporter = Reporter.NOBODY if ended.error or job.place is None else Reporter.ONE_RANK
         return Outcome(
             RunStatus.FAILED,
@@ -246,7 +247,7 @@ def _train(
     exits.is_symmetric = env.world_size == 1
     runtime = Runtime(job.config, env, job.number)
     group = exits.group = runtime.group
-    job, outcome = _agree(job, group, records)
+    job, outcome = _agree_on_name(job, group, records)
     if outcome is not None:
         runtime.close()
         return outcome
@@ -275,7 +276,7 @@ def _status(job: Job) -> str:
     return str(read_result(job.directory)["status"])
 
 
-def _agree(job: Job, group: "ProcessGroup", records: Records) -> tuple[Job, Outcome | None]:
+def _agree_on_name(job: Job, group: "ProcessGroup", records: Records) -> tuple[Job, Outcome | None]:
     """Return the job with its final run.name, and its outcome if it has ended before.
 
     All ranks call this. Rank zero decides, because other nodes may not see its directories.

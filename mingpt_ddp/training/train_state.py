@@ -30,8 +30,8 @@ class Progress:
     wall_seconds: float = 0.0
     # Sum of the training loss in the current log interval.
     loss_sum: float = 0.0
-    # Sums in the current log interval: of each loss, if the task has several losses, and of the
-    # sums and counts of metrics.
+    # Sums over the current log interval, by name. They contain each loss, if the task has several
+    # losses, and the sum and the count of each metric.
     loss_part_sums: Metrics = field(default_factory=dict)
     loss_steps: int = 0  # number of steps in the current log interval
     # Number of steps that were timed: all steps but the first ones of each attempt.
@@ -48,7 +48,8 @@ class Progress:
     # trainer.min_delta.
     patience_loss: float | None = None
     evaluations_above: int = 0  # number of evaluations in a row without such an improvement
-    save_stall_s: NonNegativeFloat = 0.0  # time that training waits for a snapshot, moving mean
+    # Time that training waits for one snapshot, as a moving mean.
+    save_stall_s: NonNegativeFloat = 0.0
     # Time from the start of the last save to its commit. None if no save has been measured.
     save_durable_s: NonNegativeFloat | None = None
     # Means of the task's own metrics in the last log interval.
@@ -63,13 +64,14 @@ class TrainState(Progress):
     """
 
     world_size: int = 1  # number of ranks in the last attempt that trained
-    wasted_seconds: float = 0.0  # starts, pauses and lost work since the first start
+    # Time spent on starts, pauses and lost work since the first start.
+    wasted_seconds: float = 0.0
     consecutive_skips: int = 0  # number of steps in a row that were skipped, up to this step
     skipped_steps: list[int] = field(default_factory=list)  # steps to skip after a rollback
     # Identifies the run at the trackers, in all attempts. Rank zero draws it at random.
     run_id: str = ""
-    # Duration of a step, which has converted trainer.max_minutes into a number of steps. None if
-    # the number is not fixed yet.
+    # trainer.max_minutes divided by this duration of a step is the number of steps. None if the
+    # number is not fixed yet.
     step_seconds: float | None = None
     paced_at: int | None = None  # step in which step_seconds was fixed
 

@@ -100,8 +100,8 @@ class TrainStep:
 
         Returns:
             This rank's shares of the step's losses and metrics, by name. The losses are the mean
-            `loss` and its parts. A metric is a sum and a count. `clip` and `update` add the
-            metrics of hooks.
+            `loss` and its parts. Each metric has two entries, a sum and a count. `clip` and
+            `update` add the metrics of hooks to this dictionary.
         """
         losses: dict[str, Tensor] = {}
         self._step = step
@@ -172,7 +172,8 @@ class TrainStep:
     def _shares(self, outputs: Outputs, micro: MicroBatch) -> dict[str, Tensor]:
         """Return the shares of a micro-batch in the step's losses and metrics.
 
-        Return {} for a repeated micro-batch that does not count.
+        Return {} for a micro-batch with scale 0. With fsdp, a rank that has fewer micro-batches
+        than others repeats its last one, only to take part in the collectives.
         """
         if not micro.scale:
             return {}

@@ -1,4 +1,4 @@
-"""The parts that a run consists of, and the part of them that training changes."""
+"""The objects that all parts of a run share: `Trainable` has those that training changes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Trainable:
     actions: Actions  # the hooks that act on the run, which may have state
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors of a snapshot by kind and name.
+        """Return the tensors of a snapshot by kind (model, optimizer, ema, hooks) and name.
 
         Raises:
             CodeError: The state of a hook cannot be saved, or it is a weight or gradient itself.
@@ -65,7 +65,7 @@ class Run:
 
     @property
     def config(self) -> Config:
-        """The whole configuration, with the values that a snapshot or initial weights decide."""
+        """The whole configuration. It includes values taken from a snapshot or initial weights."""
         return self.task.config
 
     @property
@@ -92,9 +92,9 @@ def build_trainable(
         initialize(model)
     if config.trainer.activation_checkpointing:
         apply_activation_checkpointing(model)
-    parameters = count_parameters(model)
+    n_parameters = count_parameters(model)
     model = runtime.strategy.prepare(model, runtime.dtype)
     optimizer = build_optimizer(model, config.optimizer)
     runtime.strategy.configure(optimizer)
     average = WeightAverage(model, config.trainer.ema)
-    return Trainable(model, optimizer, average, parameters, Actions(config, runtime))
+    return Trainable(model, optimizer, average, n_parameters, Actions(config, runtime))

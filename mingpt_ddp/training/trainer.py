@@ -94,7 +94,7 @@ class Trainer:
             if flags.fixed_steps:
                 self.train_step.length.fix(flags.fixed_steps, step)
             self.state.step = step
-            self._finish()
+            self._report_finishing()
             self.metrics.step_done(step, self.train_step.length.known_steps)
             if not flags.saving:
                 self.saves.take_result()
@@ -156,9 +156,9 @@ class Trainer:
         return decision.end
 
     def _evaluate(self) -> Decision:
-        """Evaluate this step if an evaluation is due. Ask if the run ends at this step.
+        """Evaluate this step if an evaluation is due. Decide whether the run ends at this step.
 
-        The pruner or trainer.patience may end it.
+        A signal, the pruner or trainer.patience may end it.
         """
         is_last = self.state.step == self.steps
         decision = Decision()
@@ -181,7 +181,7 @@ class Trainer:
         flags = receive_flags()
         if anomaly := self.anomaly.find_in_step(flags.loss, grad_norm):
             self.train_step.discard()
-            is_skipped = self._skip(step, anomaly, flags.loss + float(grad_norm))
+            is_skipped = self._handle_anomaly(step, anomaly, flags.loss + float(grad_norm))
             return flags if is_skipped else None
         self.lr = self.train_step.update(step)
         self.anomaly.on_step_accepted(step, flags.loss)
@@ -201,11 +201,11 @@ class Trainer:
             save_is_due=self.saves.is_due(),
             # Reading the loss waits for the GPU.
             loss=float(losses["loss"]) if self.anomaly.checks_every_step else 0.0,
-            fixed_steps=self.timer.take(step),
+            fixed_steps=self.timer.record_step(step),
         )
         return send_flags(flags, losses, self.runtime.group)
 
-    def _skip(self, step: int, anomaly: str, loss_and_norm: float) -> bool:
+    def _handle_anomaly(self, step: int, anomaly: str, loss_and_norm: float) -> bool:
         """Handle an anomaly as trainer.on_nonfinite says: skip the step, roll back or stop.
 
         Args:
@@ -264,13 +264,13 @@ class Trainer:
         step = self.state.step
         return step == self.steps or (every is not None and step % every == 0)
 
-    def _finish(self) -> None:
-        """Say in the heartbeat that this rank is finishing the step."""
+    def _report_finishing(self) -> None:
+        """Report in the heartbeat that this rank is finishing the step."""
         self.runtime.group.set_activity(f"finishing step {self.state.step}")
 
     def _save(self, decision: Decision, is_due: bool) -> None:
         """Save this step if it ends the run, if its loss is the lowest, or if a snapshot is due."""
-        self._finish()
+        self._report_finishing()
         is_last = decision.end is not None or self.state.step == self.steps
         if decision.end is RunStatus.PREEMPTED:
             self.saves.save_on_preemption(self.observers.signals.elapsed())

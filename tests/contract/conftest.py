@@ -1,4 +1,4 @@
-"""The text that all tests of the contract train on."""
+"""Provide the text on which all contract tests train."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from .contract import write_text
 
 if not sys.platform.startswith("linux"):
-    collect_ignore_glob = ["test_*.py"]  # processes are found in /proc
+    collect_ignore_glob = ["test_*.py"]  # the tests find processes in /proc, which only Linux has
 
 
 @pytest.fixture(scope="session")

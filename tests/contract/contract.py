@@ -1,4 +1,4 @@
-"""Run the commands of the contract in subprocesses, kill them, and read the files that they write."""
+"""Run the program's commands in subprocesses, kill them, and read the files that they write."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SNAPSHOTS = [sys.executable, "-m", "mingpt_ddp", "snapshots"]
 REPORT = [sys.executable, "-m", "mingpt_ddp", "report"]
 AT = [sys.executable, "-m", "mingpt_ddp", "at"]
 
-TIMEOUT_S = 300  # of one command; a few seconds are normal
+TIMEOUT_S = 300  # limit for one command, which normally takes a few seconds
 STEPS = 80
 SNAPSHOT_FILES = {"model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"}
 
@@ -42,7 +42,7 @@ def torchrun(ranks: int, *options: str) -> list[str]:
 
 
 def write_text(path: Path, characters: int = 60_000) -> Path:
-    """Write a text of 24 distinct characters, the same on every machine."""
+    """Write a text of 24 distinct characters, which is the same on every machine."""
     generator = random.Random(1)
     pieces = [generator.choice(PHRASES) + generator.choice([".\n", ", ", "; "]) for _ in range(characters // 10)]
     path.write_text("".join(pieces)[:characters], encoding="utf-8")
@@ -50,10 +50,13 @@ def write_text(path: Path, characters: int = 60_000) -> Path:
 
 
 def settings(text: Path | str, **other: Any) -> list[str]:
-    """Return the overrides of a run of three epochs with steps of about 10 ms, slow enough to be killed in mid-run.
+    """Return the overrides of a small run of three epochs.
+
+    A step takes about 10 ms, so that a test can kill the run before it is complete.
 
     Args:
-        other: overrides, with `__` for the dot.
+        text: Path of the text.
+        other: Further overrides. In their names, `__` stands for a dot.
     """
     values = {
         "model": "gpt_nano",
@@ -84,7 +87,7 @@ def settings(text: Path | str, **other: Any) -> list[str]:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Return an environment without variables of launchers, in which this checkout precedes an installed package."""
+    """Return environment variables without those of launchers. This checkout precedes an installed package."""
     unset = r"RANK$|WORLD_SIZE$|LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC|SLURM_|HYDRA_|AWS_"
     inherited = {key: value for key, value in os.environ.items() if not re.match(unset, key)}
     variables = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
@@ -92,21 +95,21 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def call(command: list[str], cwd: Path, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Run to completion; standard output and error are both in `stdout`."""
+    """Run a command to completion. Standard output and error are both in `stdout`."""
     with started(command, cwd, **extra) as job:
         code = job.wait()
         return subprocess.CompletedProcess(command, code, job.text())
 
 
 def succeed(command: list[str], cwd: Path, **extra: str) -> str:
-    """Run to completion with exit code 0; return the output."""
+    """Run a command to completion, check that its exit code is 0, and return the output."""
     done = call(command, cwd, **extra)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
 
 class Job:
-    """A command in the background, whose processes are found by the file that they write their output to."""
+    """A command in the background. Its processes are all those that write their output to its file."""
 
     def __init__(self, command: list[str], cwd: Path, **extra: str) -> None:
         self.output = tempfile.TemporaryFile()  # noqa: SIM115  # not in the working directory, where nothing may be written
@@ -114,11 +117,11 @@ class Job:
         self.process = start_command(command, cwd, environment(**extra), path)
 
     def processes(self) -> list[int]:
-        """Return the ids of all processes that are alive, the launched one included."""
+        """Return the ids of all its processes that are alive, including the launched one."""
         output, alive = os.fstat(self.output.fileno()), []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
-                with contextlib.suppress(OSError):  # ended, or of another user
+                with contextlib.suppress(OSError):  # the process has ended or belongs to another user
                     if any(os.path.samestat(os.stat(entry / "fd" / stream), output) for stream in "12"):
                         alive.append(int(entry.name))
         return alive
@@ -135,7 +138,7 @@ class Job:
         os.kill(self.worker(rank), signal.SIGKILL)
 
     def kill_all(self) -> None:
-        """SIGKILL every process, the launched one first, so that it restarts none."""
+        """SIGKILL every process, the launched one first, so that it cannot restart the others."""
         deadline = time.monotonic() + 60
         self.process.kill()
         while alive := self.processes():
@@ -147,13 +150,13 @@ class Job:
         self.process.wait()
 
     def kill_launcher(self) -> None:
-        """SIGKILL the launched process only; return when the workers have detected it and exited."""
+        """SIGKILL only the launched process. Wait until the workers have noticed it and exited."""
         self.process.kill()
         self.process.wait()
         wait_for(lambda: not self.processes(), "the orphaned workers to exit")
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for a condition that has to hold while the command runs."""
+        """Wait for a condition, which must come true before the command ends."""
         wait_for(lambda: condition() or self.process.poll() is not None, what)
         assert self.process.poll() is None, f"the command ended while waiting for {what}:\n{self.text()}"
 
@@ -212,13 +215,13 @@ def committed(run: Path) -> list[int]:
 
 
 def weights(run: Path, step: int = STEPS) -> dict[str, bytes]:
-    """Return the bytes of model and optimizer."""
+    """Return the files of the model and the optimizer as bytes."""
     snapshot = run / "snapshots" / f"step_{step:08d}"
     return {name: (snapshot / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")}
 
 
 def digests(run: Path, step: int = STEPS) -> dict[str, str]:
-    """Return the SHA-256 of model and optimizer, readable in a failed comparison."""
+    """Return the SHA-256 of the model and the optimizer, which is easy to read in a failed comparison."""
     return {name: hashlib.sha256(content).hexdigest() for name, content in weights(run, step).items()}
 
 
@@ -227,11 +230,11 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def records(run: Path) -> list[tuple[int, float]]:
-    """Return step and training loss of each record of metrics.jsonl, in the order written."""
+    """Return the step and training loss of each record of metrics.jsonl, in the order written."""
     found = []
     with contextlib.suppress(FileNotFoundError):
         for line in (run / "metrics.jsonl").read_text().splitlines():
-            with contextlib.suppress(ValueError):  # truncated by SIGKILL, or being written
+            with contextlib.suppress(ValueError):  # SIGKILL has truncated the line, or it is being written
                 record = json.loads(line)
                 if "train_loss" in record:
                     found.append((record["step"], record["train_loss"]))
@@ -244,25 +247,25 @@ def last_step(run: Path) -> int:
 
 
 def curve(run: Path) -> dict[int, float]:
-    """Return the training loss by step; of several records of a step, the last one counts."""
+    """Return the training loss by step. If a step has several records, the last one counts."""
     return dict(records(run))
 
 
 def check_not_trained_twice(run: Path, step: int) -> None:
-    """Check that no step up to that of a snapshot, committed before every kill, was trained again."""
+    """Check that no step up to `step` was trained again, since its snapshot was committed before every kill."""
     assert step > 0
     first = [number for number, _ in records(run) if number <= step]
     assert first == list(range(1, step + 1)), "steps before the snapshot were trained again, or are missing"
 
 
 def tensorboard(run: Path, rank: int) -> list[tuple[int, float]]:
-    """Return the training loss curve of a rank, as TensorBoard reads it."""
+    """Return the training loss curve of a rank as TensorBoard reads it."""
     events = EventAccumulator(str(run / "tensorboard" / f"rank{rank}"), size_guidance={"scalars": 0}).Reload()
     return [(event.step, event.value) for event in events.Scalars("train/loss")]
 
 
 def check_equal_runs(run: Path, reference: Path, ranks: int) -> None:
-    """Check that a complete run equals the uninterrupted one: bytes, losses, curves."""
+    """Check that a complete run has the same bytes, losses and curves as the uninterrupted run."""
     actual, expected = result(run), result(reference)
     assert actual["status"] == expected["status"] == "complete"
     assert actual["world_size"] == ranks
@@ -277,13 +280,13 @@ def check_equal_runs(run: Path, reference: Path, ranks: int) -> None:
 
 
 def contains_value(output: str, value: float) -> bool:
-    """Whether the output contains the value, rounded to three decimals or more."""
+    """Return True if the output contains the value, rounded to three or more decimals."""
     numbers = re.findall(r"\d+\.\d{3,}", output)
     return any(abs(float(number) - value) <= 0.5 * 10 ** -len(number.split(".")[1]) + 1e-9 for number in numbers)
 
 
 def one_error_line(output: str) -> str:
-    """Check that the output is one line, without a traceback; return it."""
+    """Check that the output is one line without a traceback. Return the line."""
     lines = [line for line in output.splitlines() if line.strip()]
     assert len(lines) == 1, output
     assert "Traceback" not in output

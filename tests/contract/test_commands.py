@@ -1,4 +1,4 @@
-"""Command lines: help, one-line errors for bad input, the name of an unnamed run."""
+"""Check the command line: help, one-line errors for bad input, and the names of unnamed runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .contract import (
 pytestmark = pytest.mark.timeout(600)
 
 DIVISIBLE = "config error: model.n_embd=64 must be divisible by model.n_head=5"
-# Overrides of main.py after those of a valid run, and what the error line has to name.
+# Overrides of main.py after those of a valid run, and the text that the error line has to contain.
 BAD = [
     ("model.n_embd=64 model.n_head=5", DIVISIBLE),
     ("trainer.max_epoch=5", "trainer.max_epochs"),
@@ -57,7 +57,7 @@ def test_bad_input(overrides: str, named: str, text: Path, tmp_path: Path) -> No
 
 
 def test_bad_input_under_torchrun(text: Path, tmp_path: Path) -> None:
-    """The agent exits with 1; of all workers and attempts, one prints the error, as its last line."""
+    """The agent exits with code 1. Exactly one worker of all attempts prints the error, as its last line."""
     logs, cwd = tmp_path / "logs", tmp_path / "cwd"
     cwd.mkdir()
     command = torchrun(2, "--max_restarts=1", f"--log-dir={logs}", "--redirects=3")
@@ -109,7 +109,7 @@ def test_help(command: list[str], tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "something was written"
 
 
-# Names of runs on users' disks: if they changed, these runs would start again at step 0.
+# Users have runs with these names on their disks. If the names changed, these runs would start again at step 0.
 PINNED = {
     "gpt": "text_file-gpt_nano-2b486a81",
     "modern": "text_file-modern_nano-1a5ea9f7",
@@ -117,14 +117,14 @@ PINNED = {
 
 
 def test_names_of_unnamed_runs(tmp_path: Path) -> None:
-    """The name is a function of the configuration, independent of limits, display and machine."""
+    """The name depends only on the configuration. Limits, display settings and the machine do not change it."""
     write_text(tmp_path / "text.txt", 6000)
     keys = dict(model__dropout=0.1, trainer__max_steps=1, optimizer__schedule_steps=80, run__name="null")
     gpt = settings("text.txt", **keys)
     modern = [*settings("text.txt", **keys, model="modern_nano"), "optimizer=muon"]
 
     def train(overrides: list[str]) -> str:
-        """Train; return the name of the run directory that was created or resumed."""
+        """Train with these overrides. Return the name of the run directory that was created or resumed."""
         for path in (tmp_path / "outputs").glob("*/result.json"):
             path.unlink()
         succeed([*MAIN, *overrides], tmp_path)

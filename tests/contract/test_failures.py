@@ -1,4 +1,4 @@
-"""How commands fail: the exit code and the last line of each, as users and their scripts see them."""
+"""Check the exit code and the last line of each failing command, on which users and their scripts rely."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .contract import MAIN, SAMPLE, call, settings, torchrun
 
 pytestmark = pytest.mark.timeout(600)
 
-# A model that fails as the environment variable FAULT says: `STEP RANK TIMES CODE` runs CODE in the forward pass of
-# a step, on one rank or on `all`, in the first TIMES attempts.
+# A model that fails as the environment variable FAULT says. Its value is `STEP RANK TIMES CODE`: in the first TIMES
+# attempts, CODE runs in the forward pass of the step, on one rank or on `all`.
 MODEL = '''
 import os
 import signal
@@ -45,7 +45,7 @@ class Faulty(nn.Module):
 
 
 def fail(step):
-    """Run the code of FAULT; return the factor of the logits."""
+    """Run the code in FAULT. Return a factor for the logits."""
     at, rank, times, code = os.environ.get("FAULT", "0 0 0 pass").split(maxsplit=3)
     own = os.environ.get("RANK", "0")
     if step != int(at) or rank not in ("all", own):
@@ -69,16 +69,16 @@ PREEMPTED = "preempted at step 9; rerun the same command to resume"
 
 @dataclass(frozen=True)
 class Case:
-    """A command that fails. The placeholders {run} and {text} of its words are a complete run and the text."""
+    """A command that fails. In its words, {run} and {text} stand for the paths of a complete run and the text."""
 
     name: str
     command: list[str]
     words: str
     code: int
-    last: str  # regular expression of the last line of our output
+    last: str  # regular expression for the last line of the program's own output
     fault: str = ""
-    trains: bool = True  # whether the words of a training run are added
-    before: str = ""  # words of a run in the same directory that must succeed before
+    trains: bool = True  # adds the words of a training run
+    before: str = ""  # words of a run in the same directory that must succeed first
 
 
 CASES = [
@@ -195,9 +195,7 @@ CASES = [
         rf"error: rank [01]: {BOOM_LINE}, in the forward pass of step 9",
         f"9 all 9 {BOOM}",
     ),
-    Case(
-        "error in the first attempt", LOCAL, "", 0, r"done: .* after 12 steps .*", f"9 1 1 {BOOM}"
-    ),
+    Case("error in the first attempt", LOCAL, "", 0, r"done: .* after 12 steps .*", f"9 1 1 {BOOM}"),
     Case(
         "out of memory",
         LOCAL,
@@ -346,7 +344,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory, text: Path) -> dict[str, str]:
-    """Return the values of the placeholders: texts, and the directory of a complete run."""
+    """Make a text and a complete run, and return the values of the placeholders."""
     root = tmp_path_factory.mktemp("project")
     (root / "latin.txt").write_bytes(b"\xe4\xf6\xfc" * 1000)
     (root / "short.txt").write_text("too short")
@@ -367,7 +365,7 @@ def write_model(directory: Path) -> Path:
 
 
 def train_words(text: Path, code: Path | None) -> list[str]:
-    """Return the words of a run of twelve steps: of the model that fails, or of a GPT."""
+    """Return the words of a run of twelve steps. It trains the failing model in `code`, or a GPT."""
     values = {
         "trainer.max_steps": 12,
         "optimizer.schedule_steps": 12,
@@ -394,9 +392,7 @@ def test_a_command_fails(case: Case, project: dict[str, str], text: Path, tmp_pa
             assert call([*case.command, *common, *case.before.split()], cwd).returncode == 0
         words = [*common, *words]
     done = call([*case.command, *words], cwd, FAULT=case.fault or "0 0 0 pass")
-    ours = done.stdout.partition("Traceback")[0]  # torchrun's own follows
-    lines = [
-        line for line in ours.splitlines() if line.strip() and not re.match(r"[WEI]\d{4} ", line)
-    ]
+    ours = done.stdout.partition("Traceback")[0]  # torchrun's own traceback comes last
+    lines = [line for line in ours.splitlines() if line.strip() and not re.match(r"[WEI]\d{4} ", line)]
     assert done.returncode == case.code, done.stdout
     assert re.fullmatch(rf"(\[rank 1\] )?{case.last}", lines[-1]), done.stdout

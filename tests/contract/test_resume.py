@@ -1,4 +1,7 @@
-"""SIGKILL, SIGTERM, another number of ranks, S3: the run resumes, and ends like an uninterrupted one."""
+"""Check that an interrupted run resumes and ends like an uninterrupted run.
+
+It is killed, preempted, continued on another number of ranks, or keeps its snapshots in S3.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ LAUNCHES = {
 
 @pytest.fixture(scope="module")
 def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """Return the directory of an uninterrupted run, by the number of ranks."""
+    """Return a function that trains an uninterrupted run on a number of ranks and returns its directory."""
     runs: dict[int, Path] = {}
 
     def get(ranks: int) -> Path:
@@ -55,7 +58,7 @@ def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 
 def reach(job: Job, run: Path, step: int, after: int = 0) -> int:
-    """Wait for a step, and for a snapshot of a step later than `after`; return the step of the newest snapshot."""
+    """Wait for a step, and for a snapshot of a step later than `after`. Return the step of the newest snapshot."""
     job.until(lambda: last_step(run) >= step and max(committed(run), default=0) > after, f"step {step}")
     return committed(run)[-1]
 
@@ -64,14 +67,14 @@ def reach(job: Job, run: Path, step: int, after: int = 0) -> int:
     "launch", ["torchrun 2", "nproc_per_node 2", pytest.param("torchrun 3", marks=pytest.mark.slow)]
 )
 def test_killed_twice(launch: str, uninterrupted: Callable[[int], Path], text: Path, tmp_path: Path) -> None:
-    """Kill a worker, which the agent restarts, then the agent alone or all processes; run the same command again."""
+    """Kill a worker, which is restarted, then the agent alone or all processes. Run the same command again."""
     ranks, command = LAUNCHES[launch]
     reference = uninterrupted(ranks)
     run = tmp_path / "outputs" / "run"
     with started([*command, *settings(text)], tmp_path) as job:
         first = reach(job, run, 15)
         job.kill_worker(ranks - 1)
-        reach(job, run, last_step(run) + 10, after=first)  # the other ranks cannot get there without it
+        reach(job, run, last_step(run) + 10, after=first)  # the ranks reach this step only if the worker is restarted
         if launch == "torchrun 2":
             job.kill_launcher()
         else:
@@ -85,7 +88,7 @@ def test_killed_twice(launch: str, uninterrupted: Callable[[int], Path], text: P
 
 @pytest.mark.parametrize("launch", ["plain", "nproc_per_node 2"])
 def test_preempted(launch: str, uninterrupted: Callable[[int], Path], text: Path, tmp_path: Path) -> None:
-    """SIGTERM saves the current step and exits with code 0; the same command completes the run."""
+    """On SIGTERM, the run saves the current step and exits with code 0. The same command then completes it."""
     ranks, command = LAUNCHES[launch]
     reference = uninterrupted(ranks)
     run = tmp_path / "outputs" / "run"
@@ -104,7 +107,7 @@ def test_preempted(launch: str, uninterrupted: Callable[[int], Path], text: Path
 
 
 def test_elastic(uninterrupted: Callable[[int], Path], text: Path, tmp_path: Path) -> None:
-    """Two ranks, then one, then two: equal to the training of two ranks, except for rounding."""
+    """A run on two ranks, then one, then two equals a run on two ranks, except for rounding."""
     run = tmp_path / "outputs" / "run"
     for launch, ranks, steps in (("torchrun 2", 2, 28), ("plain", 1, 55), ("nproc_per_node 2", 2, STEPS)):
         succeed([*LAUNCHES[launch][1], *settings(text, trainer__max_steps=steps)], tmp_path)
@@ -120,7 +123,7 @@ def test_elastic(uninterrupted: Callable[[int], Path], text: Path, tmp_path: Pat
 
 @pytest.fixture
 def s3(seaweed: Any, tmp_path: Path) -> dict[str, str]:
-    """The environment of a client of a SeaweedFS server on loopback."""
+    """Return environment variables for a client of a SeaweedFS server on this machine."""
     nothing = str(tmp_path / "none")
     return {**seaweed.environment(), "AWS_CONFIG_FILE": nothing, "AWS_SHARED_CREDENTIALS_FILE": nothing}
 
@@ -139,7 +142,7 @@ def s3_client(environment: dict[str, str]) -> Any:
 
 
 def test_snapshots_in_s3(uninterrupted: Callable[[int], Path], s3: dict[str, str], text: Path, tmp_path: Path) -> None:
-    """The run is killed and resumed; its snapshots are verified and sampled from the object store."""
+    """A run is killed and resumed. Its snapshots are verified and sampled from the object store."""
     client = s3_client(s3)
     client.mkdir("contract")
     command = [*MAIN, "ddp.nproc_per_node=2", *settings(text, snapshot__path="s3://contract/runs")]
@@ -168,7 +171,7 @@ def test_snapshots_in_s3(uninterrupted: Callable[[int], Path], s3: dict[str, str
 
 
 def test_the_references_differ(uninterrupted: Callable[[int], Path]) -> None:
-    """Equal bytes prove something only if those of another step differ."""
+    """Comparing bytes proves something only if the bytes of different steps differ."""
     run = uninterrupted(1)
     earlier = next(step for step in committed(run) if step < STEPS)
     assert digests(run, earlier) != digests(run)

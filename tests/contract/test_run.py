@@ -1,4 +1,4 @@
-"""A complete run: its directory, the same command again, the snapshot tools, sampling."""
+"""Check a complete run: its directory, a second start, the snapshot tools, sampling and the report."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def complete(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The working directory of a run of two ranks; tests that change it use a copy."""
+    """Train a run on two ranks. Return its working directory; tests that change it use a copy."""
     cwd = tmp_path_factory.mktemp("complete")
     succeed([*MAIN, "ddp.nproc_per_node=2", *settings(text, snapshot__keep_last=3)], cwd)
     return cwd
@@ -79,7 +79,7 @@ def test_the_run_directory(complete: Path) -> None:
 
 
 def test_run_again_and_with_a_larger_limit(complete_copy: Path, text: Path) -> None:
-    """A complete run is not trained again, on any number of ranks; a larger limit resumes it."""
+    """A complete run is not trained again, whatever the number of ranks. A larger limit resumes it."""
     run = complete_copy / "outputs" / "run"
     before, reported, steps = digests(run), result(run), records(run)
     output = succeed([*MAIN, *settings(text, snapshot__keep_last=3)], complete_copy)
@@ -124,7 +124,7 @@ def test_snapshot_tools(complete_copy: Path, tmp_path: Path) -> None:
 
 
 def test_a_damaged_snapshot_is_never_resumed_from(complete_copy: Path, text: Path) -> None:
-    """The newest one is damaged: the run resumes from the one before, and ends with the same bytes."""
+    """If the newest snapshot is damaged, the run resumes from the one before it and ends with the same bytes."""
     run = complete_copy / "outputs" / "run"
     before, steps = digests(run), committed(run)
     path = run / "snapshots" / f"step_{STEPS:08d}" / "model.safetensors"
@@ -148,7 +148,10 @@ def sample(complete: Path) -> Callable[..., str]:
 
 
 def test_sampling(sample: Callable[..., str]) -> None:
-    """The prompt and the requested number of characters, beyond the context length; reproducible by seed."""
+    """A sample is the prompt and the requested number of characters, which may exceed the context length.
+
+    The same seed gives the same sample.
+    """
     prompt = "prompt=the king"
     first = sample(prompt, "seed=1")
     assert first.startswith("the king")

@@ -1,4 +1,4 @@
-"""Grid sweeps: killed and resumed, with a job that fails."""
+"""Check that grid sweeps survive kills, and that a failing job does not stop the other jobs."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ pytestmark = pytest.mark.timeout(900)
 
 STEPS = 40
 LAUNCHES = {"lock-step": [*torchrun(2), "-m"], "one parent": [*MAIN, "-m", "ddp.nproc_per_node=2"]}
-EXIT_CODES = {"lock-step": 1, "one parent": 2}  # torchrun's own code is 1
+EXIT_CODES = {"lock-step": 1, "one parent": 2}  # torchrun exits with 1 whatever its workers' codes are
 
 
 def jobs(text: Path) -> list[str]:
-    """Return the overrides of four jobs; the learning rate of the third makes its loss non-finite after a step."""
+    """Return the overrides of four jobs. The third one's learning rate makes its loss non-finite after a step."""
     values = {"trainer__max_steps": STEPS, "optimizer__schedule_steps": STEPS, "optimizer__lr": "1e-3,2e-3,1e30,3e-3"}
     return settings(text, **values, run__name="sweep")
 
 
 def finished(sweep: Path) -> dict[str, tuple[float, dict[str, str]]]:
-    """Return loss and digests of the complete jobs, by directory name."""
+    """Return the loss and the digests of each complete job by directory name."""
     found = [path.parent for path in sweep.glob("*/result.json") if result(path.parent)["status"] == "complete"]
     return {job.name: (result(job)["val_loss"], digests(job, STEPS)) for job in found}
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sweep in lockstep; the failing job stops no other, and determines the exit code."""
+    """Run a sweep under torchrun. The failing job does not stop the others, and sets the exit code."""
     cwd = tmp_path_factory.mktemp("uninterrupted")
     done = call([*LAUNCHES["lock-step"], *jobs(text)], cwd)
     assert done.returncode == EXIT_CODES["lock-step"], done.stdout
@@ -64,7 +64,7 @@ def test_directories_and_report(uninterrupted: Path) -> None:
 
 
 def test_two_jobs_at_a_time(uninterrupted: Path, text: Path, tmp_path: Path) -> None:
-    """The results are those of one job after the other, and a failing job stops no other."""
+    """Concurrent jobs have the results of jobs that run one after another. A failing job does not stop the others."""
     done = call([*LAUNCHES["one parent"], *jobs(text), "sweep.parallel=2"], tmp_path)
     assert done.returncode == EXIT_CODES["one parent"], done.stdout
     assert finished(tmp_path / "outputs" / "sweep") == finished(uninterrupted)
@@ -72,7 +72,7 @@ def test_two_jobs_at_a_time(uninterrupted: Path, text: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_killed_and_started_again(launch: str, uninterrupted: Path, text: Path, tmp_path: Path) -> None:
-    """Complete jobs are not trained again, the interrupted one resumes, and the results are those without a kill."""
+    """Complete jobs are not trained again, the interrupted job resumes, and the kill does not change the results."""
     command = [*LAUNCHES[launch], *jobs(text)]
     sweep = tmp_path / "outputs" / "sweep"
 

@@ -1,4 +1,4 @@
-"""A user's model, as in docs/your-own-model.md: it trains, resumes byte for byte, and samples."""
+"""Check that a user's model, as in docs/your-own-model.md, trains, resumes byte for byte and samples."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ConvolutionConfig(ModelConfig):
 
 @register("model", "convolution", ConvolutionConfig)
 class Convolution(nn.Module):
-    """Each character sees the three before it."""
+    """Each character depends on the three characters before it."""
 
     def __init__(self, config, vocab_size, block_size):
         super().__init__()
@@ -99,7 +99,7 @@ def test_resumes(uninterrupted: Path, project: Path, text: Path, tmp_path: Path)
 
 
 def test_samples(uninterrupted: Path, project: Path, tmp_path: Path) -> None:
-    """Only if the user names the file: code named by a snapshot is never run by itself."""
+    """The user has to name the file, since code that a snapshot names is never run automatically."""
     command = [*SAMPLE, f"snapshot={uninterrupted}", "prompt=the king", "max_new_tokens=80"]
     text = succeed([*command, f"code={project / 'mine.py'}"], tmp_path)
     assert text.startswith("the king")

@@ -1,7 +1,7 @@
-"""The process with the fake GPU: reads a job of one line, and answers with a line of JSON.
+"""Run jobs on the fake GPU: read one job from each line, and answer with one line of JSON.
 
-A job is the name of a function below and its arguments. The process has imported torch after the
-guard, so no process of the tests can take its place.
+A job is the name of a function in jobs.py and its arguments. This process has to load the guard
+before it imports torch, so the jobs cannot run in the process of the tests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     results = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what anything else prints is no result
+    os.dup2(2, 1)  # prints of other code must not mix with the results
     guard.load()
     for line in sys.stdin:
         print(json.dumps(run(json.loads(line))), file=results, flush=True)

@@ -1,4 +1,4 @@
-"""One process with the fake GPU runs the cases of all tests."""
+"""Start one process with the fake GPU, which runs the jobs of all tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fake_gpu.process import Process
 
 @pytest.fixture(scope="session")
 def result_of() -> Iterator[Callable[[dict[str, Any]], Any]]:
-    """Return a function from a job to its result."""
+    """Return a function that runs a job and returns its result."""
     reason = missing_requirement()
     if reason:
         pytest.skip(reason)
@@ -25,7 +25,7 @@ def result_of() -> Iterator[Callable[[dict[str, Any]], Any]]:
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory) -> Path:
-    """A text of 800,000 characters, for plans."""
+    """Write a text of 800,000 characters, which plans need."""
     path = tmp_path_factory.mktemp("plan") / "a.txt"
     path.write_text("abcdefgh" * 100_000)
     return path

@@ -1,6 +1,6 @@
-"""A stand-in for torch.cuda over FakeTensorMode: an H100 that knows shapes, types and devices only.
+"""Replace torch.cuda by a fake H100, which knows only the shapes, types and devices of tensors.
 
-Load the guard (guard.py) before this module imports torch.
+It is based on FakeTensorMode. Load the guard (guard.py) before this module imports torch.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fake_gpu import guard
 from mingpt_ddp.snapshots import staging_buffer
 
-GPUS = 8  # of a node
+GPUS = 8  # GPUs of a node
 H100 = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
     total_memory=80 << 30,
@@ -31,7 +31,8 @@ H100 = SimpleNamespace(
 )
 
 
-listeners: list[Callable[[str], None]] = []  # to waits of the host that torch's modes do not see
+# Called when the host waits for the GPU in a way that torch's dispatch modes do not see.
+listeners: list[Callable[[str], None]] = []
 
 
 def _wait(what: str) -> None:
@@ -40,7 +41,7 @@ def _wait(what: str) -> None:
 
 
 class Event:
-    """What a stream records; it has always happened."""
+    """An event that a stream records. It has always happened already."""
 
     def __init__(self, **options: Any) -> None: ...
 
@@ -57,7 +58,7 @@ class Event:
 
 
 class Stream:
-    """A queue without kernels."""
+    """A stream that never has kernels to run."""
 
     def __init__(self, device: Any = None, **options: Any) -> None:
         self.device = device
@@ -74,7 +75,7 @@ class Stream:
 
 
 class Graph:
-    """A CUDA graph; replaying it writes nothing."""
+    """A CUDA graph whose replay writes nothing."""
 
     def replay(self) -> None: ...
 
@@ -117,11 +118,11 @@ CUDA: dict[str, Any] = {
     "synchronize": lambda device=None: _wait("wait for the GPU"),
 }
 
-pinned: Any = WeakIdKeyDictionary()  # the storages of host memory that is pinned
+pinned: Any = WeakIdKeyDictionary()  # the storages that are pinned host memory
 
 
 def pin(tensor: Tensor) -> Tensor:
-    """Mark the memory of a host tensor as pinned; return the tensor."""
+    """Mark the memory of a host tensor as pinned. Return the tensor."""
     pinned[tensor.untyped_storage()] = True
     return tensor
 
@@ -131,14 +132,14 @@ def is_pinned(tensor: Tensor) -> bool:
 
 
 def _set_data(tensor: Tensor, new: Tensor) -> None:
-    """Assign `tensor.data`: torch copies the shape and the type, not the device of a fake one."""
+    """Assign `tensor.data`. For fake tensors, torch copies the shape and type, not the device."""
     torch._C.TensorBase.data.__set__(tensor, new)
     if isinstance(tensor, FakeTensor) and isinstance(new, FakeTensor):
         tensor.fake_device = new.fake_device
 
 
 def _apply(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
-    """Convert parameters and buffers as nn.Module does real ones; it would swap fake ones."""
+    """Convert parameters and buffers in place. For fake tensors, nn.Module would swap them."""
     for child in module.modules():
         with torch.no_grad():
             for parameter in child._parameters.values():
@@ -151,7 +152,7 @@ def _apply(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
 
 
 def _numpy(tensor: Tensor, **options: Any) -> np.ndarray:
-    """Return zeros: a fake tensor of the host has no values."""
+    """Return zeros, since a fake tensor has no values."""
     if not isinstance(tensor, FakeTensor):
         return torch._C.TensorBase.numpy(tensor, **options)
     assert tensor.device.type == "cpu", "a tensor of the GPU as an array"
@@ -160,7 +161,7 @@ def _numpy(tensor: Tensor, **options: Any) -> np.ndarray:
 
 
 def _to_list(tensor: Tensor) -> Any:
-    """Return zeros, and copy to the host as torch does, which observers see."""
+    """Return zeros. Copy the tensor to the host first, as torch does, so that observers see it."""
     return _numpy(tensor.cpu()).tolist()
 
 
@@ -172,7 +173,7 @@ def attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
 ) -> Tensor:
-    """Choose a fused kernel as a GPU does; a build without CUDA knows the composed one only."""
+    """Choose a fused kernel as a GPU does. A build without CUDA has only the composed function."""
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -188,20 +189,20 @@ def attention(
 
 
 class Reduced(list[Tensor]):
-    """The result of an all-reduce in a future, which must not look for fake tensors in it."""
+    """The result of an all-reduce. A future must not look for fake tensors in it."""
 
     is_set = False
 
 
 def _extract_tensors(value: Any) -> list[Tensor]:
-    """Hide fake tensors while a future is set, which refuses their devices; DDP then reads them."""
+    """Hide fake tensors while a future is set, which refuses them. DDP reads them later."""
     return list(value) if isinstance(value, Reduced) and value.is_set else []
 
 
 def all_reduce(tensors: list[Tensor], *options: Any) -> tuple[list[Tensor], Any]:
     """Return the tensors and a completed Work whose future holds them.
 
-    The future of torch's fake process group is empty, and hooks of DDP read it.
+    Communication hooks of DDP read this future, which torch's fake process group leaves empty.
     """
     result = Reduced(tensors)
     future: Any = torch.futures.Future()
@@ -211,9 +212,10 @@ def all_reduce(tensors: list[Tensor], *options: Any) -> tuple[list[Tensor], Any]
 
 
 class FakeHost(FakeTensorMode):
-    """FakeTensorMode that takes real tensors of the host, and shows copies of new tensors."""
+    """A FakeTensorMode that accepts real host tensors and shows observers how tensors are made."""
 
-    # `torch.tensor(1, device="cuda")` is made on the host, then copied where observers see it
+    # `torch.tensor(1, device="cuda")` makes a tensor on the host. Observers see its copy to the
+    # GPU.
     avoid_device_init = True  # type: ignore[assignment]
 
     def __init__(self) -> None:
@@ -225,7 +227,7 @@ class FakeHost(FakeTensorMode):
         if func is torch.ops.c10d.allreduce_.default and args[0][0].device.type == "cuda":
             return all_reduce(*args)
         if func is torch.ops.aten.exponential_.default:
-            return args[0]  # its fake kernel takes no generator
+            return args[0]  # the fake kernel does not accept a generator
         is_pinned = bool(kwargs and kwargs.pop("pin_memory", False))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         return pin(result) if is_pinned else result
@@ -233,11 +235,13 @@ class FakeHost(FakeTensorMode):
 
 @contextlib.contextmanager
 def fake_cuda() -> Iterator[FakeHost]:
-    """Let torch see eight GPUs in this context; in that of the yielded mode all tensors are fake.
+    """Let torch see eight GPUs. Inside the yielded mode, all tensors are fake.
 
-    What torch itself computes in tensors of the host, such as device meshes, is made outside of it.
+    Make host tensors that torch itself computes with, such as those of device meshes, outside that
+    mode.
     """
-    get_torch_obj_rule_map()  # walks through the modules of torch: before they are replaced
+    # This function caches a walk through torch's modules, so it must come before the replacements.
+    get_torch_obj_rule_map()
     mode = FakeHost()
 
     def pin_memory(tensor: Tensor, device: Any = None) -> Tensor:

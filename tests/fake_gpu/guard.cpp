@@ -1,5 +1,6 @@
-// A CUDA device for FakeTensorMode on a build of torch without CUDA: a guard that only remembers the current
-// device, and answers of the CUDA hooks. Load it before torch: its two functions then hide those of torch.
+// A CUDA device for FakeTensorMode on a build of torch without CUDA. It consists of a device guard, which only
+// remembers the current device, and of the CUDA hooks that torch calls. Load this library before torch, so that
+// its functions getAccelerator and getCUDAHooks hide torch's.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -59,7 +60,7 @@ extern "C" void install_guard() {
   c10::impl::device_guard_impl_registry[static_cast<int>(c10::DeviceType::CUDA)].store(&guard);
 }
 
-// Of this thread; the threads of the backward pass set their own.
+// The current device of this thread. The threads of the backward pass set their own.
 extern "C" int current_device() { return current; }
 extern "C" void set_device(int index) { current = static_cast<c10::DeviceIndex>(index); }
 

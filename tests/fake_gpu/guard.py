@@ -1,6 +1,6 @@
 """Build guard.cpp and load it into a process that has not imported torch yet.
 
-This module must not import torch: the symbols of the library that is loaded first win.
+This module must not import torch, because the symbols of the first loaded library win.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ SOURCE = Path(__file__).with_name("guard.cpp")
 
 
 def missing_requirement() -> str | None:
-    """Return why the guard cannot be built here; None if it can."""
+    """Return the reason why the guard cannot be built here, or None if it can."""
     if sys.platform != "linux":
         return "the fake GPU needs Linux"
     if shutil.which("g++") is None:
@@ -30,7 +30,7 @@ def missing_requirement() -> str | None:
 
 
 def _torch_directory() -> Path:
-    spec = importlib.util.find_spec("torch")  # does not import it
+    spec = importlib.util.find_spec("torch")  # this does not import torch
     assert spec is not None
     assert spec.origin is not None
     return Path(spec.origin).parent
@@ -45,17 +45,18 @@ def _command(target: Path) -> list[str]:
 
 @functools.cache
 def build() -> Path:
-    """Return the library, built at the first use on this machine: two seconds.
+    """Return the path of the library. Its first use on a machine builds it, in two seconds.
 
-    Its name depends on what it is built from. Processes that build it at the same time each rename
-    a whole file of their own.
+    The name of the file depends on the source and on torch. Several processes may build it at the
+    same time, since each renames its own complete file.
     """
     version = importlib.metadata.version("torch")
     key = f"{SOURCE.read_text()} {version} {_torch_directory()} {os.getuid()}"
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     directory = Path(tempfile.gettempdir()) / f"mingpt-fake-gpu-{os.getuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
-    if directory.stat().st_uid != os.getuid():  # what it holds runs in this process
+    # This process runs the code in the directory, so no other user may own it.
+    if directory.stat().st_uid != os.getuid():
         raise PermissionError(f"{directory} belongs to another user")
     library = directory / f"guard-{digest}.so"
     if not library.exists():
@@ -69,7 +70,7 @@ def build() -> Path:
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Load the library, and let torch use its guard for the type `cuda`; return the library."""
+    """Load the library and register its guard for devices of type `cuda`. Return the library."""
     assert "torch" not in sys.modules, "the guard must be loaded before torch"
     library = ctypes.CDLL(str(build()), mode=ctypes.RTLD_GLOBAL)
     library.install_guard()

@@ -1,4 +1,4 @@
-"""The jobs of the process with the fake GPU; their results are plain values."""
+"""The jobs that run on the fake GPU. Their results are plain values."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from mingpt_ddp.models import build_model
 def take_step(
     overrides: list[str], world_size: int, vocab_size: int, rank: int = 0
 ) -> dict[str, Any]:
-    """Let a rank take two steps. Return what the second does.
+    """Let a rank take two steps.
 
-    That is the peak of its memory, the waits of the host, and the collectives.
+    Returns:
+        The peak of the memory, the waits of the host and the collectives in the second step.
     """
     config = config_of(overrides)
     tracker = MemoryTracker()
@@ -32,7 +33,7 @@ def take_step(
         Observer() as observer,
     ):
         run = build_run(config, runtime, vocab_size)
-        step(run, 1)  # allocates the state of the optimizer
+        step(run, 1)  # the first step allocates the optimizer's state
         memory.peak = memory.bytes
         observer.forget()
         step(run, 2)
@@ -44,9 +45,10 @@ def take_step(
 
 
 def several_gpus(overrides: list[str], ranks: int, rank: int) -> dict[str, Any]:
-    """Take two steps of examples/model_parallel.py, on a node with `ranks` ranks.
+    """Take two steps of examples/model_parallel.py on a node with `ranks` ranks.
 
-    Return the waits and collectives of the second, and the GPU and the size of each parameter.
+    Returns:
+        The waits and collectives of the second step, and the GPU and size of each parameter.
     """
     config = with_example(config_of(overrides))
     local = mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks))
@@ -65,7 +67,7 @@ def several_gpus(overrides: list[str], ranks: int, rank: int) -> dict[str, Any]:
 
 
 def waits_of_timing(overrides: list[str], vocab_size: int) -> dict[str, int]:
-    """Take a step. Return the waits of reading how long it took."""
+    """Take a step and read its duration. Return the waits of the reading."""
     config = config_of(overrides)
     with fake_rank(config, 1) as runtime, Observer() as observer:
         run = build_run(config, runtime, vocab_size)
@@ -84,7 +86,7 @@ def decodes_with_a_graph(overrides: list[str], vocab_size: int) -> bool:
 
 
 def waits_of_faults() -> dict[str, int]:
-    """Do what makes the host wait for the GPU. Return the waits that the observer saw."""
+    """Make the host wait for the GPU in every way. Return the waits that the observer saw."""
     with fake_rank(config_of([]), 1) as runtime, Observer() as observer:
         x = torch.ones(4, device=runtime.device)
         x.sum().item()

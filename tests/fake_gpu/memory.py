@@ -1,4 +1,4 @@
-"""Peak memory of a training step on the fake GPU."""
+"""Measure the peak memory of a training step on the fake GPU."""
 
 import weakref
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ROUNDING = 512  # bytes: torch's allocator counts whole blocks of it
+ROUNDING = 512  # block size of torch's allocator in bytes
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -22,13 +22,13 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()
         self.bytes = 0
         self.peak = 0
-        self._sizes: dict[int, int] = {}  # by the identity of a storage
+        self._sizes: dict[int, int] = {}  # bytes by the id of the storage
         self._alive: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if DTensor in types:  # it has a size of its own and holds a local tensor, which comes next
+        if DTensor in types:  # the operation on its local tensors follows, and is counted
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(result):
@@ -55,7 +55,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator["MemoryTracker"]:
-        """Track in this context; FSDP changes the size of its storages, which no mode sees."""
+        """Track memory in this context, including storages that FSDP resizes unseen by modes."""
         resize = torch.UntypedStorage.resize_
 
         def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:

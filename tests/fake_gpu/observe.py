@@ -1,4 +1,4 @@
-"""Observe what a rank does on the fake GPU: waits of the host, and collectives."""
+"""Observe a rank on the fake GPU: its collectives, and how often the host waits for the GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COLLECTIVES = {
 
 
 def place() -> str:
-    """Return the innermost function of the package on the stack, as `room/module.py function`."""
+    """Return the package's innermost function on the stack, as `room/module.py function`."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -43,11 +43,11 @@ def place() -> str:
         if path.startswith(PACKAGE) and not name.startswith("<"):  # <dictcomp>, <lambda>
             return f"{path.removeprefix(PACKAGE)[1:]} {name}"
         frame = frame.f_back
-    return "backward"  # a thread of autograd
+    return "backward"  # a thread of autograd has no function of the package on its stack
 
 
 def value_like(tensor: Tensor) -> bool | int | float:
-    """Return a value that a healthy run may read: no overflow, and some items."""
+    """Return a value that a healthy run could read: True, no overflow, or a count of one."""
     if tensor.dtype == torch.bool:
         return True
     return 0.0 if tensor.is_floating_point() else 1
@@ -58,7 +58,10 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 def group_size(args: Any) -> int:
-    """Return the ranks of a collective from its arguments: a boxed group, or the name of one."""
+    """Return the number of ranks of a collective.
+
+    Its arguments contain either a boxed process group or the name of one.
+    """
     for argument in args:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             return ProcessGroup.unbox(argument).size()
@@ -67,10 +70,10 @@ def group_size(args: Any) -> int:
 
 
 class Observer(TorchDispatchMode):
-    """Count waits by kind and place, and collectives with their bytes by kind and ranks.
+    """Count waits by kind and place, and collectives and their bytes by kind and number of ranks.
 
-    The bytes of a collective are those of the whole message: the parts of all ranks where each has
-    one.
+    The bytes of a collective are the size of the whole message: the shards of all ranks together,
+    if each rank has one.
     """
 
     def __init__(self) -> None:
@@ -94,7 +97,7 @@ class Observer(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if DTensor in types:  # its operations on local tensors come next
+        if DTensor in types:  # the operation on its local tensors follows, and is counted
             return NotImplemented
         if func.namespace in ("c10d", "_c10d_functional"):
             result = func(*args, **kwargs)
@@ -115,7 +118,7 @@ class Observer(TorchDispatchMode):
         self.waits[f"{what} in {place()}"] += 1
 
     def _note_copy(self, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> None:
-        """Note a copy between host and GPU unless it is asynchronous: from or to pinned memory."""
+        """Record a copy between host and GPU, unless it is asynchronous and uses pinned memory."""
         is_in_place = func is aten.copy_.default
         source = args[1] if is_in_place else args[0]
         if source.device.type == result.device.type:
@@ -129,7 +132,7 @@ class Observer(TorchDispatchMode):
             self._note(f"copy of pageable memory {way}")
 
     def _note_mixture(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Note an operation on tensors of both host and GPU, which torch allows for scalars."""
+        """Record an operation on both host and GPU tensors, which torch allows for scalars."""
         kinds = {tensor.device.type for tensor in tensors_in((args, kwargs))}
         if len(kinds) > 1:
             self._note(f"{func.overloadpacket.__name__} of host and GPU")

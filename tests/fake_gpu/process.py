@@ -1,4 +1,4 @@
-"""The process with the fake GPU, and its jobs."""
+"""Start the process with the fake GPU, and give it jobs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 def job(function: str, **arguments: Any) -> dict[str, Any]:
-    """Return a job: a function of jobs.py and its arguments."""
+    """Describe a job: the name of a function in jobs.py and its arguments."""
     return {"function": function, "arguments": arguments}
 
 
 class Process:
-    """A process that runs jobs one after the other; it starts once, in seconds."""
+    """A process that runs jobs one after another. It starts once, which takes seconds."""
 
     def __init__(self) -> None:
         path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
-        self._results: dict[str, Any] = {}  # by the job as JSON
+        self._results: dict[str, Any] = {}  # results by the JSON of the job
         self._process = subprocess.Popen(
             [sys.executable, "-m", "fake_gpu.child"],
             stdin=subprocess.PIPE,
@@ -32,7 +32,7 @@ class Process:
         )
 
     def result_of(self, job: dict[str, Any]) -> Any:
-        """Return the result of a job, which runs once. An error in it fails the test."""
+        """Return the result of a job. Equal jobs run once. An error in a job fails the test."""
         line = json.dumps(job)
         if line not in self._results:
             assert self._process.stdin is not None and self._process.stdout is not None

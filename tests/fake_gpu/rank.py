@@ -1,4 +1,4 @@
-"""One rank of a job whose other ranks do not exist: their collectives return at once."""
+"""Make one rank of a job whose other ranks do not exist. Its collectives return at once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ from mingpt_ddp.process.env import DistEnv
 
 
 class FakeGroup(process_group.ProcessGroup):
-    """Every rank says what this one says; tensors of the GPU go to torch's fake process group."""
+    """A group in which every rank has the values of this rank.
+
+    Collectives of GPU tensors use torch's fake process group.
+    """
 
     def connect(self, device: torch.device, ddp: DDPConfig) -> None:
         if self.world_size == 1:
@@ -56,7 +59,7 @@ class FakeGroup(process_group.ProcessGroup):
         return [value] * self.world_size
 
     def all_gather(self, value: Any) -> list[Any]:
-        if value == socket.gethostname():  # each node has its own
+        if value == socket.gethostname():  # each node has its own host name
             return [f"node{rank // GPUS}" for rank in range(self.world_size)]
         return [value] * self.world_size
 
@@ -75,7 +78,7 @@ slice_mesh = DeviceMesh.__getitem__
 
 
 def _slice_mesh(mesh: DeviceMesh, name: Any) -> DeviceMesh:
-    """Return a part of a mesh, whose ranks are computed in real tensors."""
+    """Return a part of a mesh. Torch computes its ranks with real tensors."""
     with _disable_current_modes():
         return slice_mesh(mesh, name)
 
@@ -84,7 +87,7 @@ REPLACEMENTS: tuple[tuple[Any, str, Any], ...] = (
     (DeviceMesh, "__getitem__", _slice_mesh),
     (process_group, "join", _returning((None, None))),
     (runtime, "ProcessGroup", FakeGroup),
-    # What of DDP reads values in C++, or needs a build with CUDA.
+    # Parts of DDP that read values in C++ or need a build with CUDA.
     (dist.Logger, "set_runtime_stats_and_log", _returning(None)),
     (dist.Reducer, "_rebuild_buckets", _returning(False)),
     (torch.nn.parallel.distributed, "_sync_module_states", _returning(None)),
@@ -93,13 +96,13 @@ REPLACEMENTS: tuple[tuple[Any, str, Any], ...] = (
 
 
 def config_of(overrides: list[str]) -> Config:
-    """Return a configuration on the GPU, eager unless the overrides say more."""
+    """Return a configuration for the GPU, without compilation unless an override asks for it."""
     return from_mapping(configure("trainer.device=cuda", "trainer.compile=false", *overrides))
 
 
 @contextlib.contextmanager
 def fake_rank(config: Config, world_size: int, rank: int = 0) -> Iterator[runtime.Runtime]:
-    """Yield the runtime of a rank on the fake GPU; in this context all tensors are fake."""
+    """Yield the runtime of a rank on the fake GPU. In this context, all tensors are fake."""
     env = DistEnv(rank=rank, local_rank=rank % GPUS, world_size=world_size)
     with ExitStack() as stack:
         mode = stack.enter_context(fake_cuda())
@@ -107,7 +110,7 @@ def fake_rank(config: Config, world_size: int, rank: int = 0) -> Iterator[runtim
             stack.enter_context(mock.patch.object(target, name, value))
         deterministic = torch.are_deterministic_algorithms_enabled()
         stack.callback(torch.use_deterministic_algorithms, deterministic)
-        # they hold the process groups of this rank, and its device for `cuda` without an index
+        # These caches hold the rank's process groups, and its device for `cuda` without an index.
         stack.callback(_clear_sharding_prop_cache)
         stack.callback(FakeTensorMode.cache_clear)
         try:

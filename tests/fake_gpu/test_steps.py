@@ -1,6 +1,8 @@
-"""A training step on the fake GPU: its peak is the planned one, and no host waits for the GPU.
+"""Check training steps on the fake GPU: their memory is as planned, and the host need not wait.
 
-pytest tests/fake_gpu -s   # prints the deviation of each plan, and what each strategy communicates
+    pytest tests/fake_gpu -s
+
+prints the error of each plan, and the bytes that each strategy communicates.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from mingpt_ddp.config.job import Job
 from mingpt_ddp.metrics.gpus import Machine
 from mingpt_ddp.study.planning.plan import make_plan
 
-TOLERANCE = 0.1  # of a plan
+TOLERANCE = 0.1  # relative error that a plan may have
 MICRO = 4
-GPUS = 8  # of a node
+GPUS = 8  # GPUs of a node
 GPT2 = ["model=gpt2", "model.n_layer=2", "data.block_size=1024"]
 CHARACTERS = ["model=gpt_mini", "model.n_layer=4", "data.block_size=256"]
 WIDE = [*CHARACTERS, "model.n_embd=1024", "model.n_head=16", "data.block_size=64"]
@@ -32,25 +34,26 @@ SMALL = ["model=gpt_nano", "model.n_layer=1", "data.block_size=16"]
 
 @dataclass(frozen=True)
 class Case:
-    """A training step of a rank."""
+    """A training step of a rank, with its settings and the expected waits."""
 
     words: list[str]
     strategy: str = "single"
     ranks: int = 1
-    passes: int = 1  # micro-batches of a rank in a step
-    parts: int = 1  # ranks that hold a copy of the model together
-    waits: dict[str, int] = field(default_factory=dict)  # of the host for the GPU
+    passes: int = 1  # number of micro-batches of a rank in a step
+    ranks_per_copy: int = 1  # number of ranks that share a copy of the model
+    # How often the host waits for the GPU, by kind and place.
+    waits: dict[str, int] = field(default_factory=dict)
 
     @property
     def vocabulary(self) -> int:
-        """With the large one the loss needs most memory, with the small one other moments do."""
+        """Size of the vocabulary. With the large one, memory has its peak in the loss."""
         return 50257 if "data.block_size=1024" in self.words else 65
 
     def overrides(self) -> list[str]:
-        batch = MICRO * self.ranks // self.parts * self.passes
+        batch = MICRO * self.ranks // self.ranks_per_copy * self.passes
         return [
-            f"ddp.strategy={'auto' if self.parts > 1 else self.strategy}",
-            f"ddp.tensor_parallel={self.parts}",
+            f"ddp.strategy={'auto' if self.ranks_per_copy > 1 else self.strategy}",
+            f"ddp.tensor_parallel={self.ranks_per_copy}",
             f"trainer.batch_size={batch}",
             f"trainer.micro_batch_size={MICRO}",
             "trainer.precision=bf16",
@@ -73,7 +76,9 @@ PLANNED = {
     "fsdp on 64": Case(GPT2, "fsdp", 64),
     "fsdp on 8, 2 micro-batches": Case(GPT2, "fsdp", 8, passes=2),
     "hsdp on 64": Case(GPT2, "hsdp", 64),
-    "tensor parallel on 8": Case([*GPT2, "model.dropout=0"], "tensor_parallel", 8, parts=4),
+    "tensor parallel on 8": Case(
+        [*GPT2, "model.dropout=0"], "tensor_parallel", 8, ranks_per_copy=4
+    ),
     "characters": Case(CHARACTERS),
     "characters, recomputed": Case([*CHARACTERS, RECOMPUTED]),
     "characters, modern": Case([*MODERN_CHARACTERS, "model.dropout=0.1"]),
@@ -84,7 +89,7 @@ PLANNED = {
     "wide, Muon": Case([*WIDE, "optimizer=muon"]),
     "wide, 6 layers, Muon, ddp on 4": Case([*WIDE, "model.n_layer=6", "optimizer=muon"], "ddp", 4),
 }
-# Settings that could make the host wait for the GPU. Where it does, the key explains it.
+# Settings that could make the host wait for the GPU. If it waits, the name of the case says why.
 FP16 = "trainer.precision=fp16"
 SKIP = "trainer.on_nonfinite=skip"
 OTHERS = {
@@ -115,7 +120,7 @@ CASES = {**PLANNED, **OTHERS}
 
 
 def plan_of(case: Case, text: Path) -> dict[str, Any]:
-    """Return the planned figures of the strategy of a case."""
+    """Plan a case. Return the plan's row for the strategy of the case."""
     nodes = max(1, case.ranks // GPUS)
     words = [f"data.path={text}", f"data.cache_dir={text.parent}"]
     words.append(f"ddp.nproc_per_node={case.ranks // nodes}")
@@ -125,10 +130,10 @@ def plan_of(case: Case, text: Path) -> dict[str, Any]:
 
 
 def sent_by_a_rank(kind: str, size: int) -> float:
-    """Return the bytes that a rank sends in a ring: twice in an all-reduce.
+    """Return the bytes that a rank sends in a ring. An all-reduce goes round twice.
 
     Args:
-        kind: Such as `all_gather of 8`.
+        kind: Kind and number of ranks, such as `all_gather of 8`.
         size: Bytes of the whole messages.
     """
     name, _, ranks = kind.partition(" of ")
@@ -136,7 +141,7 @@ def sent_by_a_rank(kind: str, size: int) -> float:
 
 
 @pytest.mark.parametrize("name", PLANNED)
-def test_a_plan_is_within_a_tenth(name, result_of, text):
+def test_a_plan_is_right_to_within_a_tenth(name, result_of, text):
     case = PLANNED[name]
     result = result_of(case.job())
     row = plan_of(case, text)
@@ -165,7 +170,8 @@ def test_waits_are_seen(result_of):
         "wait for the GPU",
     )
     found = result_of(job("waits_of_faults"))
-    assert found == {f"{kind} in backward": 1 for kind in kinds}  # no function of the package
+    # The job calls no function of the package, and such waits are attributed to the backward pass.
+    assert found == {f"{kind} in backward": 1 for kind in kinds}
 
 
 def test_times_are_read_once_the_gpu_has_done_its_work(result_of):
@@ -178,7 +184,7 @@ def test_times_are_read_once_the_gpu_has_done_its_work(result_of):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_deterministic_run_samples_without_a_graph(deterministic, result_of):
-    """Its algorithms read indices on the host, which a CUDA graph cannot."""
+    """Deterministic algorithms read indices on the host, which a CUDA graph cannot do."""
     words = [*SMALL, f"trainer.deterministic={deterministic}".lower()]
     graph = result_of(job("decodes_with_a_graph", overrides=words, vocab_size=65))
     assert graph is not deterministic

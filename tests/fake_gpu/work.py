@@ -1,4 +1,4 @@
-"""What a fake rank does: it builds what a run trains, and takes the steps of a run."""
+"""Build the parts of a run on a fake rank, and take its steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS_OF_TEXT = 4  # steps in an epoch
 
 
 def build_task(config: Config, vocab_size: int) -> LanguageModel:
-    """Return a task with a text of zeros, as long as a few steps need."""
+    """Return a task with a text of zeros that is long enough for a few steps."""
     windows = config.trainer.batch_size * STEPS_OF_TEXT + 1
     dtype = np.uint8 if vocab_size <= 256 else np.uint16
     text = np.zeros(windows * config.data.block_size + 1, dtype)
@@ -52,7 +52,7 @@ class FakeRun:
 
 
 def build_run(config: Config, runtime: Runtime, vocab_size: int) -> FakeRun:
-    """Build what the run trains, and take its warm-up passes."""
+    """Build the model, the optimizer and the task of a run, and do the warm-up passes."""
     task = build_task(config, vocab_size)
     task.group = runtime.group
     trainable = build_trainable(runtime, task)
@@ -67,7 +67,7 @@ def build_run(config: Config, runtime: Runtime, vocab_size: int) -> FakeRun:
 def trainer_of(
     config: Config, runtime: Runtime, trainable: Trainable, step: train_step.TrainStep, meter: Meter
 ) -> trainer.Trainer:
-    """Return the loop around the steps, which nothing interrupts and nobody saves."""
+    """Return a training loop without interrupts and snapshots."""
     run: Any = SimpleNamespace(
         config=config,
         runtime=runtime,
@@ -88,7 +88,7 @@ def trainer_of(
 
 
 def step(run: FakeRun, number: int) -> None:
-    """Take a step, and check that what it leaves is on the GPUs of the rank."""
+    """Take a step. Check that its losses and all tensors are on the GPUs of the rank."""
     record = run.meter.record
 
     def check(losses: dict[str, Tensor], grad_norm: Tensor, fetch_s: float) -> None:
@@ -102,6 +102,7 @@ def step(run: FakeRun, number: int) -> None:
     is_muon = isinstance(run.trainable.optimizer, Muon)
     for kind, tensors in run.trainable.tensors().items():
         for name, tensor in tensors.items():
-            is_unused = is_muon and name.endswith(":step")  # of a matrix, for AdamW's loader
+            # Muon keeps a step for each matrix only because AdamW's loader expects one.
+            is_unused = is_muon and name.endswith(":step")
             is_own = tensor.device in gpus
             assert is_own or is_unused, f"{kind} {name} is on {tensor.device}"

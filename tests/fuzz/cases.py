@@ -1,7 +1,7 @@
-"""Draw the cases of the fuzz: a valid small command of which one value, sometimes two, is hostile.
+"""Draw the cases of the fuzz test: valid small commands in which one or two values are hostile.
 
-Case `number` of a seed depends on nothing else. Every key of the schema and of every command has
-its turn: the cases of a seed go through all of them, in an order of its own, again and again.
+A case depends only on its seed and its number. The cases of a seed go through every key of the
+schema and of every command, again and again, in an order that depends on the seed.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from mingpt_ddp.config.validation import field_types, parts
 SMALL = ["trainer.device=cpu", "trainer.max_steps=2", "tracker=[]"]
 TEXT = ["data=text_file", "data.path=good.txt", "data.block_size=8", "trainer.batch_size=2", *SMALL]
 SIZES = ["model.n_layer=1", "model.n_head=1", "model.n_embd=8"]
-# Valid commands of train: the words, and the value that selects the keys of each group that has
-# several sets of them.
+# Valid train commands: the words and, for each group that has several sets of keys, the value that
+# selects the set.
 BASES: list[tuple[list[str], dict[str, str | None]]] = [
     (["model=gpt_nano", *SIZES, *TEXT], {"model": "gpt", "optimizer": "adamw"}),
     (
@@ -71,13 +71,15 @@ BASES: list[tuple[list[str], dict[str, str | None]]] = [
     ),
     (["--config-dir=own", "model=table", *TEXT], {"model": "own", "optimizer": "adamw"}),
 ]
+# The keys of everything that users register.
 OWN = {
     "task": TaskConfig,
     "model": ModelConfig,
     "data": DatasetConfig,
-}  # have the keys of all that users register
+}
 DEFAULTS = {"task": "language_model", "data": None}
-COMMANDS: dict[str, tuple[type, str, list[str]]] = {  # the keys, what the first is, and other words
+# Other commands: the class with their keys, the value of the first key, and other words.
+COMMANDS: dict[str, tuple[type, str, list[str]]] = {
     "sample": (SampleConfig, "run", ["max_new_tokens=3"]),
     "evaluate": (EvaluateConfig, "run", ["data.path=text.txt", "device=cpu"]),
     "snapshots list": (ListConfig, "run", []),
@@ -93,11 +95,11 @@ Target = tuple[str, str]
 
 @dataclass
 class Case:
-    """A command, and what to do in the working directory before."""
+    """A command, and the changes to make in the working directory before it."""
 
     command: str
     words: list[str]
-    # names of the functions in worker.STEPS, and arguments
+    # Each step is the name of a function in world.STEPS and its arguments.
     steps: list[list[Any]] = field(default_factory=list)
 
     def shell(self) -> str:
@@ -108,7 +110,7 @@ class Case:
 
 
 def quote(word: str) -> str:
-    """Quote a word for bash, abbreviated if it is long."""
+    """Quote a word for bash. Long repetitions of a character become a call of printf."""
     if found := re.search(r"(.)\1{500,}", word):
         return (
             f'{quote(word[: found.start()])}"$(printf {quote(found[1])}%.0s '
@@ -146,7 +148,10 @@ def keys() -> dict[str, list[int]]:
 
 @functools.cache
 def targets() -> list[Target]:
-    """Return each command and key that a case is about; those that take files several times."""
+    """Return the commands and keys for which cases are drawn.
+
+    Keys that take files occur several times, so that they are drawn more often.
+    """
     found = [("train", key) for key in keys()] + [("train", key) for key in PATHS] * 4
     for command, (cls, first, _) in COMMANDS.items():
         found += [(command, each.name) for each in dataclasses.fields(cls)]
@@ -162,7 +167,7 @@ def targets() -> list[Target]:
 
 
 def draw(seed: int, number: int) -> Case:
-    """Return a case."""
+    """Draw the case with this number. It depends only on the seed and the number."""
     order = targets()[:]
     random.Random(seed).shuffle(order)
     rng = random.Random(f"{seed} {number}")
@@ -178,13 +183,13 @@ def draw(seed: int, number: int) -> Case:
         return case
     indices = keys().get(key, range(len(BASES)))
     base = BASES[rng.choice(indices)][0]
-    if key == "own run":  # the run's directory, which an earlier attempt or a stranger has left
+    if key == "own run":  # an earlier attempt or another user has left the run's directory
         case.steps += [["copy", "run", "mutant"], *_damage(rng, "mutant", RUN_FILES)]
         case.words = [*BASES[0][0], "run.root=.", "run.name=mutant"]
     elif key == "--config-dir":
         case.steps += [
             ["copy", "presets", "mutant"],
-            # Hydra unfolds the merge keys of the user's own presets, which takes minutes
+            # Hydra expands YAML merge keys in the user's own presets, which can take minutes.
             *_damage(rng, "mutant", ["experiment/mine.yaml", "experiment"], without="merges.yaml"),
         ]
         case.words = [*BASES[0][0], "--config-dir=mutant", "experiment=mine"]
@@ -218,7 +223,7 @@ def _of_command(rng: random.Random, command: str, key: str) -> Case:
 
 
 def _override(rng: random.Random, steps: list[list[Any]], key: str | None = None) -> str:
-    """Return an override of a key, by default of any, with a hostile value."""
+    """Return an override that gives a hostile value to a key, by default to a random one."""
     key = key or rng.choice([*keys()])
     group, _, name = key.partition(".")
     hint = next(field_types(cls)[name] for cls in _classes_of(group) if name in field_types(cls))
@@ -249,7 +254,12 @@ def _value(
     """Return a hostile value for a key of this type.
 
     Args:
-        raw: as it is, not in Hydra's grammar.
+        rng: Source of all random choices.
+        hint: Type of the key.
+        name: Name of the key.
+        steps: The steps of the case, to which steps that make files are added.
+        raw: Return the value as it is, without the quotes of Hydra's grammar.
+        is_path: The key takes a path, so most values are files.
     """
     types = [*parts(hint)]
     takes_text, takes_number = str in types, int in types or float in types
@@ -279,9 +289,7 @@ def _quoted(text: str, raw: bool) -> str:
 
 
 def _file(rng: random.Random, name: str, steps: list[list[Any]]) -> str:
-    """Return a path or URL: of a hostile file, or of a copy of a valid tree with a hostile file in
-    it.
-    """
+    """Return the path of a hostile file or of a damaged copy of a valid tree, or a hostile URL."""
     kind = rng.random()
     if kind < 0.15:
         return rng.choice(URLS)
@@ -294,7 +302,14 @@ def _file(rng: random.Random, name: str, steps: list[list[Any]]) -> str:
 
 
 def _damage(rng: random.Random, tree: str, files: list[str], without: str = "") -> list[list[Any]]:
-    """Return steps that replace or edit a file of a tree, by any hostile file but one."""
+    """Return steps that damage a file of a tree.
+
+    Args:
+        rng: Source of all random choices.
+        tree: Path of the tree.
+        files: Files of the tree, of which one is damaged.
+        without: Name of a hostile file that may not replace the chosen file.
+    """
     file = f"{tree}/{rng.choice(files)}".rstrip("/")
     steps: list[list[Any]] = []
     match rng.randrange(4):

@@ -1,6 +1,8 @@
-"""PrunerCallback the cases that tests/fuzz/worker.py runs.
+"""Start tests/fuzz/worker.py, which runs the cases, and check their outcomes.
 
-python tests/fuzz/driver.py SEED NUMBER      # make the directory of one case, and print its command
+    python tests/fuzz/driver.py SEED NUMBER
+
+makes the directory of one case and prints its command.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ if TYPE_CHECKING:
     from fuzz.cases import Case
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 40  # also on a slow machine: what grows without bounds takes longer
+# Even a slow machine finishes a case in this time, unless its work grows without bounds.
+LIMIT_S = 40
 LIMIT_MB = 1024
-# No network, no credentials, no GPU, no compiler, one thread.
+# Cases use one thread, and no network, credentials, GPU or compiler.
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
@@ -34,15 +37,15 @@ ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "TERM": "dumb",
 }
-# Lines of the log that may precede an error.
+# Log lines that may precede an error.
 NOTICES = r"not taken from |damaged snapshot .* is ignored|.* was never finished and is ignored|retrying: "  # noqa: E501
 NOTICES += r"|sweep\..* has no effect on a single run"
-# Names of exceptions that no user's mistake explains.
+# Exceptions that are bugs of the program. No mistake of a user may cause them.
 INTERNAL = r"\b(Type|Key|Attribute|Assertion|Index|Recursion|Name|UnboundLocal|ZeroDivision|Overflow)Error\b"  # noqa: E501
 
 
 class Worker:
-    """A process that runs cases, in a directory of its own."""
+    """A process that runs cases in its own directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -59,7 +62,7 @@ class Worker:
         )
 
     def run(self, seed: int, number: int) -> dict[str, Any]:
-        """Return what a case did."""
+        """Run a case. Return its exit code, output, resource use and changed files."""
         assert self.process.stdin and self.process.stdout
         print(json.dumps([seed, number]), file=self.process.stdin, flush=True)
         answer = json.loads(self.process.stdout.readline())
@@ -74,7 +77,7 @@ class Worker:
 
 
 def faults(case: Case, done: dict[str, Any]) -> list[str]:
-    """Return what is wrong with the outcome of a case."""
+    """Return the faults in the outcome of a case, or an empty list."""
     found, lines = [], [line for line in done["stderr"].splitlines() if not re.match(NOTICES, line)]
     allowed = {"snapshots verify": (0, 1, 2), "replay": (0, 1, 2, 3)}.get(case.command, (0, 2))
     if done["code"] not in allowed:
@@ -87,13 +90,13 @@ def faults(case: Case, done: dict[str, Any]) -> list[str]:
         found.append("a line that is no error")
     if lines and not lines[-1].startswith("code error: ") and re.search(INTERNAL, lines[-1]):
         found.append("an exception that is no explanation")
-    # A lock that was there before the command is held, and written, until it is refused.
+    # If a lock file exists before the command, the command takes and writes it before it refuses.
     locks = {f"cwd/{step[-1]}" for step in case.steps if str(step[-1]).endswith("/.lock")}
     left = [name for name in done["changed"] if name not in locks]
     if done["code"] == 2 and left:
         found.append(f"left behind: {', '.join(left[:5])}")
-    # An accepted command is stopped before its workers start, so the directory of their sockets
-    # stays.
+    # An accepted command is stopped before its workers start, which leaves the directory for their
+    # sockets.
     sockets = r"tmp/mingpt-[0-9a-f]{8}-" if done["accepted"] else "$^"
     temporary = [name for name in done["changed"] if name.startswith("tmp/")]
     temporary = [name for name in temporary if not re.match(sockets, name)]
@@ -107,9 +110,7 @@ def faults(case: Case, done: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Make the directory of one case and print its command, with what the case does to the files
-    before.
-    """
+    """Make the directory of one case and run it. Print its command, its outcome and its steps."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     from fuzz.cases import draw
 

@@ -1,4 +1,4 @@
-"""Make files that no command should trust, and a working directory with valid ones beside them."""
+"""Make files that no command should trust, and a working directory with valid files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 FORMAT2 = ROOT / "tests" / "data" / "format2"
-HOSTILE = "hostile"  # the directory of the files that are hostile as a whole
+HOSTILE = "hostile"  # directory of the hostile files
 LINE = b"to be or not\n"
 PHRASES = ["the king", "a horse", "what light", "to be", "or not"]
 
@@ -79,7 +79,7 @@ def tar_member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> ta
 
 
 def sparse_tar(offset: int, size: int) -> bytes:
-    """Return a tar file in GNU's old sparse format, with one part and a claimed size."""
+    """Return a tar file in GNU's old sparse format. Its member has one part and claims any size."""
     whole = bytearray(tarred((tar_member("a.txt"), b"to be\n")))
     whole[156:157] = b"S"
     whole[386:410] = f"{offset:011o}\0{6:011o}\0".encode()
@@ -110,13 +110,13 @@ SPECIAL = (
 
 
 def names() -> list[str]:
-    """Return the names of all hostile files, and of one that is missing."""
+    """Return the names of all hostile files, and the name of a file that does not exist."""
     return [*contents(), *SPECIAL, "missing"]
 
 
 @functools.cache
 def contents() -> dict[str, bytes]:
-    """Return the regular files among the hostile ones, by name."""
+    """Return the content of those hostile files that are regular files, by name."""
     aliases = "\n".join(
         [
             "a0: &a0 [x, x]",
@@ -178,7 +178,7 @@ def contents() -> dict[str, bytes]:
 
 
 def make_hostile(directory: Path) -> None:
-    """Write the files that are hostile as a whole, of every kind that this machine has."""
+    """Write the hostile files, including every kind of special file that this machine has."""
     directory.mkdir()
     for name, content in contents().items():
         (directory / name).write_bytes(content)
@@ -200,13 +200,13 @@ def make_hostile(directory: Path) -> None:
     (directory / "fifos").mkdir()
     os.mkfifo(directory / "fifos" / "a.txt")
     os.mkfifo(directory / "fifos" / "config.yaml")
-    if os.getuid() != 0:  # root reads everything
+    if os.getuid() != 0:  # root can read every file
         (directory / "unreadable").write_bytes(text(1))
         (directory / "unreadable").chmod(0)
 
 
 def make_valid(directory: Path) -> None:
-    """Write what the valid configurations name. Change into the directory before."""
+    """Write the files that valid configurations name. The directory must be the current one."""
     from mingpt_ddp.data.tokenizers.bpe import train_bpe
     from mingpt_ddp.snapshots.exports.export_files import export_files
 
@@ -242,7 +242,7 @@ def make_valid(directory: Path) -> None:
 
 
 def clone(source: Path, target: Path) -> None:
-    """Copy a file of any kind, or a tree of them; what a link names is not copied."""
+    """Copy a file of any kind or a tree of files. Links are copied as links."""
     mode = source.lstat().st_mode
     if stat.S_ISDIR(mode):
         target.mkdir()
@@ -252,7 +252,7 @@ def clone(source: Path, target: Path) -> None:
         target.symlink_to(os.readlink(source))
     elif stat.S_ISREG(mode) and source.lstat().st_blocks * 512 >= source.lstat().st_size:
         shutil.copy(source, target)
-    elif stat.S_ISREG(mode):  # sparse
+    elif stat.S_ISREG(mode):  # a sparse file is copied as one hole
         target.touch()
         os.truncate(target, source.lstat().st_size)
     elif stat.S_ISFIFO(mode):
@@ -272,8 +272,9 @@ def edit(path: Path, at: float, value: object) -> None:
     """Replace one value in a JSON or YAML file, or one byte of another file.
 
     Args:
-        at: which one: a share of all of them.
-        value: a plain value, or "delete".
+        path: The file.
+        at: Position of the value or byte, as a share of their number, from 0 to 1.
+        value: A plain value, or "delete".
     """
     try:
         values = (
@@ -299,7 +300,7 @@ def edit(path: Path, at: float, value: object) -> None:
 
 
 def leaves(values: object):
-    """Yield every value of a tree of lists and mappings as its holder and key."""
+    """Yield every value in a tree of lists and mappings, as the container and the key in it."""
     pairs = (
         values.items()
         if isinstance(values, dict)

@@ -1,9 +1,9 @@
-"""Every key of the configuration and every file of every command, with hostile values (cases.py
-says which).
+"""Give hostile values to every configuration key and hostile files to every command.
 
-A command either accepts a value or refuses it in one line with exit code 2, within 40 seconds and 1
-GB, and then leaves nothing behind. `make fuzz CASES=10000 SEED=7` runs more cases than the normal
-tests; the cases of a seed are always the same ones.
+A command either accepts a value or refuses it, in one line and with exit code 2. A refusal takes at
+most 40 seconds and 1 GB, and leaves nothing behind. cases.py draws the values.
+`make fuzz CASES=10000 SEED=7` runs more cases than the normal tests. A seed always gives the same
+cases.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mingpt_ddp.config.keys.schema import GROUPS
 
 CASES = int(os.environ.get("FUZZ_CASES", 300))
 SEED = int(os.environ.get("FUZZ_SEED", 1))
-BATCH = 50  # cases of a test
+BATCH = 50  # number of cases in one test
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,6 @@ def test_every_key_of_every_command_is_drawn():
         assert {(command, field.name) for field in dataclasses.fields(cls)} <= drawn
 
 
-def test_a_case_depends_on_its_seed_and_number_alone():
+def test_a_case_depends_only_on_its_seed_and_number():
     assert [draw(3, i) for i in range(40)] == [draw(3, i) for i in range(40)]
     assert [draw(3, i) for i in range(40)] != [draw(4, i) for i in range(40)]

@@ -1,4 +1,4 @@
-"""The hostile values, and the trees of files that a hostile file may stand in."""
+"""The hostile values, and the directory trees into which a hostile file may be put."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ WORDS = (
     "a/" * 3000,
     "a" * 256,
 )
-# Not blockcache and simplecache, whose directories fsspec leaves in TMPDIR.
+# blockcache and simplecache are left out, since fsspec leaves their directories in TMPDIR.
 URLS = """
 foo://bar http://127.0.0.1:9/x https://[ http://127.0.0.1:99999/x :// file:// file:/// data:,a memory://x memory://
 zip://a.txt::good.zip zip://**::good.zip zip://**::hostile/up.zip zip://**::hostile/half.zip tar://**::hostile/links.tar tar://**::hostile/bad_sparse.tar tar://a::b a::b :: reference://x dir://x ftp://127.0.0.1:9/x
@@ -118,8 +118,6 @@ JSON_VALUES: tuple[Any, ...] = (
     "\x1b[2J",
     [0] * 9999,
 )
-# Trees that a hostile file may stand in, by the end of the key: the argument, and the files in it
-# that are read.
 STEP = "snapshots/step_00000004"
 RUN_FILES = [".lock", "config.yaml", "result.json", "metrics.jsonl", "snapshots", STEP]
 RUN_FILES += [
@@ -134,6 +132,8 @@ EXPORTS = [
 ]
 PACKED = [(name, [""]) for name in ("good.txt", "good.gz", "good.zip", "good.tar")]
 TEXTS = [*PACKED, ("texts", ["a.txt", "more/b.txt", "more"])]
+# For each key that takes a path: the valid trees into which a hostile file may be put, each with
+# the files that a command reads. A key of train is named by its last part if that is unambiguous.
 TREES = {
     "init_from": RUNS + EXPORTS,
     "tokenizer": [("tokenizer.json", [""]), ("hf/tokenizer.json", [""])],

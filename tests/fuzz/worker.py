@@ -2,10 +2,10 @@
 
     python tests/fuzz/worker.py DIRECTORY
 
-reads a line [seed, number] for each case and prints a line of JSON with what it did. The process
-that has imported torch forks one that runs up to CASES_PER_PROCESS cases, and another after a case
-that ends it: by a timeout, a crash. Training itself is left out: a command that nothing has refused
-ends once the run directory is locked.
+reads one line [seed, number] for each case, and prints one line of JSON with the outcome. The
+process imports torch and then forks a child, which runs up to CASES_PER_PROCESS cases. If a case
+ends the child, by a timeout or a crash, the process forks a new one. No case trains: a command that
+is not refused ends once it has locked the run directory.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ from fuzz.world import STEPS, World  # noqa: E402
 from one_process import reset  # noqa: E402
 
 CASES_PER_PROCESS = 200
-FULL = 3  # exit code of a process that has run CASES_PER_PROCESS
-HANG_S = 120  # after which a case is ended; driver.py judges those that end
-MARGIN_S = 5  # after which SIGALRM ends what HANG_S has not ended
-# bytes that a case may allocate before it gets a MemoryError, besides those of torch
-MAX_ADDRESSES = 6 << 30
+BATCH_DONE = 3  # exit code of a process that has run CASES_PER_PROCESS cases
+# A case that takes longer is ended. driver.py has a lower limit for cases that end by themselves.
+HANG_S = 120
+MARGIN_S = 5  # SIGALRM comes this long after HANG_S, if the first timeout had no effect
+# A case gets a MemoryError if it allocates more than this, in addition to torch's memory.
+MAX_EXTRA_BYTES = 6 << 30
 COMMANDS = ("train", "sample", "evaluate", "snapshots", "report", "plan", "again")
 
 
 class AcceptedError(SystemExit):
-    """The command would begin to train."""
+    """Raised where an accepted command would begin to train."""
 
 
 def accept(*args: Any, **kwargs: Any) -> NoReturn:
@@ -56,7 +57,7 @@ def leave(code: int) -> NoReturn:
 
 
 def replace_attribute(name: str, value: Any) -> Any:
-    """Replace an attribute, by its dotted name, and return what it was."""
+    """Replace the attribute with this dotted name. Return its previous value."""
     module, _, last = name.rpartition(".")
     try:
         owner: Any = importlib.import_module(module)
@@ -70,8 +71,9 @@ def replace_attribute(name: str, value: Any) -> Any:
 
 
 def stop_before_training() -> None:
-    """End commands where they begin to train, start other processes, or generate more than a few
-    tokens.
+    """End commands where they would begin to train or start other processes.
+
+    Sampling generates only a few tokens.
     """
     import torch
 
@@ -97,10 +99,10 @@ def stop_before_training() -> None:
         "training.start.stages.LOCK_WAIT_S",
     ):
         replace_attribute(f"mingpt_ddp.{name}", 1.0)
-    # would compose everything twice
+    # This method would compose the whole configuration a second time.
     replace_attribute("hydra._internal.hydra.Hydra.get_mode", lambda *args, **kwargs: None)
     os._exit, os.execve = leave, accept
-    torch.use_deterministic_algorithms(False)  # imports what the first call needs
+    torch.use_deterministic_algorithms(False)  # the first call imports modules
     from hydra import compose, initialize_config_dir
 
     from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
@@ -113,7 +115,7 @@ exit_now = os._exit
 
 
 def entry(case: Case) -> Any:
-    """Return the function that a command begins with, and set its arguments."""
+    """Set sys.argv for a command. Return the function with which the command begins."""
     name, *first = case.command.split()
     sys.argv = [f"{name}.py", *first, *case.words]
     sys.orig_argv = [sys.executable, *sys.argv]
@@ -121,20 +123,20 @@ def entry(case: Case) -> Any:
 
 
 def memory(name: str) -> int:
-    """Return VmRSS or VmHWM, its peak since it was cleared, in MiB."""
+    """Return VmRSS or its peak VmHWM, in MiB. The peak counts since it was last cleared."""
     return next(
         int(line.split()[1]) >> 10 for line in open("/proc/self/status") if line.startswith(name)
     )
 
 
 def waited() -> float:
-    """Return the seconds in which this thread could have run, but other processes had the cores."""
+    """Return the seconds in which this thread was ready to run but got no core."""
     return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
 
 
 def run(case: Case, outputs: list[Path]) -> dict[str, Any]:
-    """Run a command; return its exit code and what it took."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    """Run a command. Return its exit code, and the time and memory it took."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before, begin, cpu = memory("VmRSS"), time.perf_counter() - waited(), time.process_time()
     for target, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), target)
@@ -144,7 +146,7 @@ def run(case: Case, outputs: list[Path]) -> dict[str, Any]:
     faulthandler.dump_traceback_later(HANG_S, exit=True, file=2)
     signal.alarm(HANG_S + MARGIN_S)
     code, accepted = 0, False
-    with warnings.catch_warnings():  # each is shown again
+    with warnings.catch_warnings():  # so that each case shows its warnings again
         try:
             entry(case)()
         except SystemExit as left:
@@ -169,9 +171,9 @@ def run(case: Case, outputs: list[Path]) -> dict[str, Any]:
 
 
 def serve(world: World, requests: io.TextIOWrapper, answers: io.TextIOWrapper) -> int:
-    """Run the cases that are asked for, at most CASES_PER_PROCESS; return the exit code."""
+    """Run requested cases, at most CASES_PER_PROCESS. Return the exit code of this process."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + MAX_ADDRESSES, used + MAX_ADDRESSES))
+    resource.setrlimit(resource.RLIMIT_AS, (used + MAX_EXTRA_BYTES, used + MAX_EXTRA_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -193,11 +195,11 @@ def serve(world: World, requests: io.TextIOWrapper, answers: io.TextIOWrapper) -
             name for name in sorted({*before, *after}) if before.get(name) != after.get(name)
         ]
         print(json.dumps({**answer, "changed": changed}), file=answers, flush=True)
-    return FULL
+    return BATCH_DONE
 
 
 def forked(work: Callable[[], int]) -> int:
-    """Call a function in a child, kill what it has started, and return its exit code."""
+    """Call a function in a forked child. Kill the processes it has left; return its exit code."""
     if (child := os.fork()) == 0:
         os.setpgid(0, 0)
         try:
@@ -222,11 +224,11 @@ def main() -> None:
         importlib.import_module(f"mingpt_ddp.{name}")
     stop_before_training()
     world = World(Path(sys.argv[1]))
-    # not here: the threads of libraries would not outlive the next fork
+    # The files are made in a child, since the threads of libraries would not survive the next fork.
     forked(lambda: world.make() or 0)
     gc.freeze()
     while status := forked(lambda: serve(world, os.fdopen(os.dup(0)), answers)):
-        if status != FULL:
+        if status != BATCH_DONE:
             ended = {
                 "code": status,
                 "accepted": False,

@@ -1,6 +1,4 @@
-"""The working directory of the cases: what each does to it before its command, and whether it has
-changed.
-"""
+"""Prepare the working directory for each case, and find out what a command has changed in it."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ def copy(source: str, target: str) -> None:
 
 
 def replace(source: str, target: str) -> None:
-    """Put a hostile file in the place of another; one that is missing only removes it."""
+    """Replace a file by a hostile file. If that does not exist, only remove the file."""
     remove(Path(target))
     with contextlib.suppress(FileNotFoundError):
         clone(Path(source), Path(target))
@@ -43,7 +41,7 @@ def edit_file(name: str, at: float, value: Any) -> None:
 
 
 def sign(name: str) -> None:
-    """Write the manifest of a snapshot anew, as if its files had been saved like this."""
+    """Rewrite the manifest of a snapshot, so that it matches the damaged files."""
     files = {}
     for path in sorted(Path(name).iterdir()) if Path(name).is_dir() else ():
         if path.name != MANIFEST and path.is_file() and path.stat().st_size < 1 << 30:
@@ -60,9 +58,7 @@ STEPS = {"copy": copy, "replace": replace, "truncate": truncate, "edit": edit_fi
 
 
 def listing(root: Path, *names: str) -> dict[str, Any]:
-    """Return what tells whether something has been written below `root`: the kind, size and time of
-    each file.
-    """
+    """Return the mode, size and time of each file below `root`, which show any change."""
     found: dict[str, Any] = {}
     for at, directories, files in itertools.chain.from_iterable(
         os.walk(root / name) for name in names
@@ -80,7 +76,7 @@ def listing(root: Path, *names: str) -> dict[str, Any]:
 
 
 class World:
-    """A working directory, a cache and a directory for temporary files, restored between cases."""
+    """A working directory, a cache and a temporary directory, which are restored between cases."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -93,14 +89,14 @@ class World:
         self.environ = {**os.environ, **{name: str(path) for name, path in names.items()}}
 
     def make(self) -> None:
-        """Write the files that the cases are about."""
+        """Write the hostile and the valid files for the cases."""
         os.chdir(self.template)
         make_hostile(self.template / HOSTILE)
         make_valid(self.template)
 
     def restore(self) -> None:
-        """Remove what a case has made and written."""
-        self.cache.mkdir(exist_ok=True)  # a refused run has removed the one that it left empty
+        """Remove the files that a case has made, and restore those that it has changed."""
+        self.cache.mkdir(exist_ok=True)  # a refused run removes an empty cache directory
         for path in (
             *self.cache.iterdir(),
             *self.tmp.iterdir(),

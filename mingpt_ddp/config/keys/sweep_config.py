@@ -43,8 +43,7 @@ class SweepConfig:
     )
     pruner: Literal["none", "median", "asha"] = neutral(
         "none",
-        "Method that ends jobs of a search early if their evaluations are worse than those of"
-        " other jobs.",
+        "Method that ends a job of a search early if its evaluations are worse than other jobs'.",
     )
     pruner_settings: dict[str, Any] | None = neutral(
         None,
@@ -81,6 +80,6 @@ class SweepConfig:
         )
         check(
             self.until is None or (not self.is_search and self.pruner == "none"),
-            "sweep.until=decided compares the settings of a grid, not those of a search; leave out "
-            "sweep=optuna, sweep.sampler and sweep.pruner, or leave out sweep.until",
+            "sweep.until=decided compares the settings of a grid, and does not work with a search; "
+            "leave out sweep=optuna, sweep.sampler and sweep.pruner, or leave out sweep.until",
         )

@@ -178,7 +178,7 @@ def library() -> Any:
         import tokenizers
     except ImportError as error:
         raise ConfigError(
-            "a BPE tokenizer needs the library tokenizers; pip install 'mingpt_ddp[tokenizers]', "
+            "a BPE tokenizer needs tokenizers; pip install 'mingpt_ddp[tokenizers]', "
             "or use data.tokenizer=char or byte"
         ) from error
     return tokenizers

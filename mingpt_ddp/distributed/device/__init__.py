@@ -1,1 +1,1 @@
-"""The device of a rank, whether the model is compiled for it, and the machine it is part of."""
+"""Set up the device of a rank, compile the model for it, and measure the machine."""

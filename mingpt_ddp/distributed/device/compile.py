@@ -25,10 +25,10 @@ from mingpt_ddp.models import flops_per_token
 BACKEND = "inductor"
 # For each type of device: the environment variable that names the compiler, and its usual programs.
 COMPILERS = {"cuda": ("CC", ("gcc", "clang", "cc")), "cpu": ("CXX", ("g++", "clang++", "c++"))}
-MIN_COMPUTE_CAPABILITY = (7, 0)  # Triton supports no older GPUs
-# CUDA graphs pay off for micro-batches of fewer FLOPs. An H200 computes this many in about 25 ms.
+MIN_COMPUTE_CAPABILITY = (7, 0)  # Triton does not support older GPUs
+# CUDA graphs pay off only if a micro-batch needs fewer FLOPs than this, about 25 ms on an H200.
 MAX_GRAPHED_FLOPS = 1e13
-# These strategies use hooks that a graph cannot hold.
+# These strategies use hooks, which torch cannot compile into the graph of the model.
 UNCOMPILED_STRATEGIES = ("fsdp", "hsdp")
 
 
@@ -36,8 +36,8 @@ def should_compile(config: Config, device: torch.device, world_size: int = 1) ->
     """Return True if the model should be compiled for training.
 
     With trainer.compile=auto, compile built-in models on a GPU if this machine has everything that
-    torch.compile needs. On a CPU, compiling takes half a minute, and a step is then at most 10%
-    faster.
+    torch.compile needs. Do not compile on a CPU: it takes half a minute, and makes a step at most
+    10% faster.
 
     Only training is compiled, into one graph of static shapes. Evaluation and sampling have varying
     shapes, so they run the same weights without the graph. Torch caches compiled code in
@@ -68,7 +68,7 @@ def should_compile(config: Config, device: torch.device, world_size: int = 1) ->
 
 
 def allows_compile(config: Config, device: torch.device, world_size: int) -> bool:
-    """Return True if the other settings allow the model to be compiled, on any machine.
+    """Return True if the other settings allow compilation. This does not check the machine.
 
     Raises:
         ConfigError: trainer.compile requests compilation, but another setting rules it out.
@@ -85,7 +85,7 @@ def allows_compile(config: Config, device: torch.device, world_size: int) -> boo
     if needed is None:
         return True
     if wanted in (True, "cuda_graphs"):
-        raise ConfigError(f"trainer.compile={str(wanted).lower()} needs {needed}; set one of them")
+        raise ConfigError(f"trainer.compile={str(wanted).lower()} needs {needed}; change either")
     return False
 
 
@@ -112,14 +112,14 @@ def _missing_requirement(device: torch.device) -> str | None:
         if importlib.util.find_spec("triton") is None:
             return "the package triton"
         if torch.cuda.get_device_capability(device) < MIN_COMPUTE_CAPABILITY:
-            return "a GPU of compute capability 7.0"
+            return "a GPU of compute capability 7.0 or higher"
     if not os.environ.get(variable) and not any(map(shutil.which, programs)):
         return f"a compiler ({' or '.join(programs[:2])})"
     return None
 
 
 def check_compiles(model: nn.Module, config: Config, call: Callable[[nn.Module], object]) -> None:
-    """Capture the graph of the model without generating code.
+    """Check that torch can capture the model as one graph. No code is generated.
 
     Args:
         call: Receives the compiled model and calls it with an input.

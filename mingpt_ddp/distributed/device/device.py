@@ -16,7 +16,7 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.keys.schema import DDPConfig
 from mingpt_ddp.config.keys.trainer_config import TrainerConfig
 from mingpt_ddp.config.user_code import is_user_defined
-from mingpt_ddp.distributed.device.machine import installed_memory
+from mingpt_ddp.distributed.device.machine import usable_memory
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models.ops import resolve_device, resolve_precision
 from mingpt_ddp.process.env import DistEnv, has_parent_launcher
@@ -42,7 +42,8 @@ def device_of_rank(trainer: TrainerConfig, ddp: DDPConfig, env: DistEnv) -> torc
         raise ConfigError("ddp.backend=nccl needs a GPU and there is none; use ddp.backend=gloo")
     if ddp.backend == "mpi" and not dist.is_mpi_available():
         raise ConfigError(
-            "ddp.backend=mpi, but this torch is built without MPI; use ddp.backend=gloo"
+            "ddp.backend=mpi does not work, because this torch is built without MPI; use "
+            "ddp.backend=gloo"
         )
     if not on_gpu:
         return torch.device("cpu")
@@ -77,8 +78,8 @@ def precision_of_run(config: Config, device: torch.device, state: Any = None) ->
 def chooses_fp32(config: Config, device: torch.device) -> bool:
     """Return True if trainer.precision=auto avoids bf16 on this CPU for a user's own model.
 
-    On CPUs, bf16 can be slow, for example in the backward pass of torch's fused attention. The
-    built-in models do not use these kernels.
+    On CPUs, some kernels are slow in bf16, such as the backward pass of torch's fused attention.
+    The built-in models do not use such kernels.
     """
     if config.trainer.precision != "auto" or device.type != "cpu":
         return False
@@ -173,10 +174,10 @@ def _cpu_info(field: str) -> str:
 
 
 def total_memory(device: torch.device) -> int:
-    """Return the size of the GPU's memory in bytes, or `installed_memory` for a CPU."""
+    """Return the size of the GPU's memory in bytes, or `usable_memory` for a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return installed_memory()
+    return usable_memory()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -188,7 +189,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory of this process in bytes: on the GPU, or for a CPU in RAM."""
+    """Return the peak memory of this process in bytes: GPU memory if it has a GPU, else RAM."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

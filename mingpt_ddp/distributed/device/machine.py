@@ -61,7 +61,7 @@ def machine_memory() -> int:
     return min(limits)
 
 
-def installed_memory() -> int:
+def usable_memory() -> int:
     """Return the memory in bytes that this process may use.
 
     This is `machine_memory`, or the limit of `ulimit -v` if that is smaller.
@@ -76,26 +76,29 @@ def check_machine(config: Config) -> None:
     """Refuse a configuration that starts more processes than this machine can run.
 
     Raises:
-        ConfigError: It names the key and the largest possible number.
+        ConfigError: There would be too many processes. The message names the key and the largest
+            possible number.
     """
     workers = config.ddp.local_workers
     check_processes("ddp.nproc_per_node", workers, min_bytes=MIN_RANK_BYTES)
-    check_processes("data.num_workers", getattr(config.data, "num_workers", 0), per=workers or 1)
+    loaders = getattr(config.data, "num_workers", 0)
+    check_processes("data.num_workers", loaders, n_parents=workers or 1)
 
 
-def check_processes(key: str, number: int, per: int = 1, min_bytes: int = 0) -> None:
+def check_processes(key: str, number: int, n_parents: int = 1, min_bytes: int = 0) -> None:
     """Refuse more processes than this machine can run, before any is started.
 
     Args:
         key: The key that sets `number`.
         number: Value of that key.
-        per: How many times `number` processes are started.
+        n_parents: Number of processes that start `number` processes each.
         min_bytes: Memory that each process needs.
 
     Raises:
-        ConfigError: It names the key and the largest possible number.
+        ConfigError: There would be too many processes. The message names the key and the largest
+            possible number.
     """
-    most = max(1, MAX_PROCESSES_PER_CORE * count_cores() // per)
+    most = max(1, MAX_PROCESSES_PER_CORE * count_cores() // n_parents)
     reason = f"{MAX_PROCESSES_PER_CORE} for each of the {count_cores()} cores of this machine"
     if min_bytes:
         fit_in_memory = max(1, machine_memory() // min_bytes)

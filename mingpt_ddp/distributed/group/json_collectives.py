@@ -206,7 +206,7 @@ class JsonCollectives:
         raise unpack_error(packed["error"], rank) from own.error
 
     def _blocked(self) -> AbstractContextManager[None]:
-        """Return a context for the wait in a collective. A subclass marks it in the heartbeat."""
+        """Return a context for waiting in a collective. A subclass updates the heartbeat."""
         return nullcontext()
 
     def _encode_padded(self, value: Any) -> Tensor:
@@ -223,7 +223,8 @@ class JsonCollectives:
 def _common_value(values_by_rank: list[list[T]]) -> T:
     values = [*itertools.chain.from_iterable(values_by_rank)]
     if any(value != values[0] for value in values):
-        raise RunError(f"the nodes have different texts or configurations: {values}"[:300])
+        difference = f"the nodes have different texts or configurations: {values}"[:300]
+        raise RunError(f"{difference}; give every node the same files")
     return values[0]
 
 
@@ -244,7 +245,7 @@ def refuse_differing_names(by_rank: list[list[str]]) -> None:
         by_rank: Names of the losses or metrics of each rank.
 
     Raises:
-        TrainingError: It names a rank, and the losses or metrics that differ.
+        TrainingError: Two ranks have different names. The message lists the names that differ.
     """
     for rank, names in enumerate(by_rank):
         if differing := sorted({*names} ^ {*by_rank[0]}):

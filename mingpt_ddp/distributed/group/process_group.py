@@ -38,7 +38,7 @@ def check_ranks(ddp: DDPConfig, world_size: int) -> None:
     """Refuse a number of ranks that cannot be divided into copies of the model.
 
     Raises:
-        ConfigError: It names the key.
+        ConfigError: ddp.tensor_parallel does not divide the number of ranks.
     """
     if world_size % ddp.tensor_parallel:
         raise ConfigError(
@@ -90,7 +90,7 @@ class ProcessGroup(JsonCollectives):
         self.data_rank = self.rank // self.tensor_size
         self.data_size = self.world_size // self.tensor_size
         self.mesh: DeviceMesh | None = None  # (data, tensor); None without tensor parallelism
-        # For CPU tensors of the ranks that share this rank's copy of the model.
+        # Group of the ranks that share this rank's copy of the model, for CPU tensors.
         self._copy_group: dist.ProcessGroup | None = None
         self.store: dist.Store | None = None  # store with the keys of this attempt
         # Set with ddp.backend=auto if all ranks are on the CPUs of one machine.

@@ -1,12 +1,13 @@
 """The rendezvous: how the ranks of one attempt find each other in a key-value store.
 
 The launcher's store outlives the workers: after a restart it still holds the addresses of dead
-processes. Therefore every process writes a fresh id. Rank zero invites each id that it finds, the
-process with that id confirms, which a dead process cannot do. Once one process of each rank has
-confirmed, rank zero starts the attempt. The keys of its process group are prefixed with rank zero's
-id, which is unique to the attempt.
+processes. Therefore every process writes a fresh id. Rank zero sends an invitation to each id that
+it finds, and the process with this id confirms it. A dead process cannot confirm. Once one process
+of each rank has confirmed, rank zero starts the attempt. The keys of its process group are prefixed
+with rank zero's id, which is unique to the attempt.
 
-Rank zero reads one key of every rank; the others read keys that are written for them alone.
+To keep the load on the store small, rank zero reads only one key of each rank, and the other ranks
+read only keys that rank zero writes for them.
 """
 
 import time
@@ -30,10 +31,10 @@ TIMEOUT_FRACTION = 0.8  # share of ddp.timeout_s after which a hanging rank is n
 LONGEST_PAUSE_S = 0.25  # longest pause between two looks at the store
 STORE_CALL_S = 5e-5  # time that the store takes to answer a call
 # A late process watches the store this long to find out if rank zero is joining.
-LOOKING_S = 1.0
+WATCH_RANK_ZERO_S = 1.0
 # A process that is joining confirms an invitation within this time, even if it is just watching.
 CONFIRM_S = 2.0
-STARTER = "starter"  # key in the store: a counter that rank zero increases while it joins
+RANK_ZERO_COUNTER = "starter"  # key of a counter that rank zero increases while it joins
 REFUSED = "!"  # first character of a refusal, which rank zero sends instead of an invitation
 
 
@@ -58,13 +59,17 @@ def join(env: DistEnv, job: int, timeout_s: float) -> tuple[Store, Store | None]
         store = call_with_timeout(connect_to_job, limit_s + STORE_TIMEOUT_S)
         if env.world_size == 1:
             return store, None
-        # Rank zero may begin just before another rank would give up, and then waits as long.
+        # Rank zero may begin just before another rank would give up. Both then wait for up to
+        # `limit_s` more seconds.
         return store, call_with_timeout(
             lambda: join_attempt(store, env, limit_s), 2 * limit_s + STORE_TIMEOUT_S
         )
     except TimeoutError as error:
         host, port = env.master_address
-        raise JoinError(f"rank {env.rank}: the store at {host}:{port} does not respond") from error
+        raise JoinError(
+            f"rank {env.rank}: the store at {host}:{port} does not respond; "
+            "check that its host is running"
+        ) from error
 
 
 def join_attempt(store: Store, env: DistEnv, limit_s: float) -> Store:
@@ -97,7 +102,7 @@ class _Joining:
         hellos = [f"hello/{rank}" for rank in range(1, self.env.world_size)]
         invited: set[str] = set()  # ids, some of which may belong to dead processes
         while True:
-            self.store.add(STARTER, 1)
+            self.store.add(RANK_ZERO_COUNTER, 1)
             is_late = self._is_late()
             answers = self._read(hellos, is_late)
             ids = [answer.partition(" ")[0] for answer in answers]
@@ -114,9 +119,10 @@ class _Joining:
             if not is_late:
                 self._pause()
             elif new:
+                # Give the new processes time to confirm. Meanwhile, show that rank zero is alive.
                 for _ in range(4):
                     time.sleep(CONFIRM_S / 4)
-                    self.store.add(STARTER, 1)
+                    self.store.add(RANK_ZERO_COUNTER, 1)
             else:
                 error = _missing_error(", ".join(map(str, missing)))
                 self._send("invite", invited, f"{REFUSED}{error.args[0]}")
@@ -146,8 +152,8 @@ class _Joining:
     def _read(self, hellos: list[str], is_late: bool) -> list[str]:
         """Read the hello of each rank: its id, followed by rank zero's id once it has confirmed.
 
-        The hello of a rank that has not written one is "". Until the time to join is over, all are
-        "" while any is missing.
+        A missing hello is read as "". If any hello is missing before the time to join is over, this
+        method does not read the others, and returns "" for all of them.
         """
         if self.store.check(hellos):
             return [value.decode() for value in self.store.multi_get(hellos)]
@@ -158,9 +164,12 @@ class _Joining:
             self.store.set(f"{what}/{each}", value)
 
     def _pause(self) -> None:
-        """Wait before the next look at the store, because it serves all ranks. Raise fatal errors.
+        """Wait a moment, so that all ranks together do not overload the store.
 
         A pause is a fraction of the time so far, so it delays the join by at most that fraction.
+
+        Raises:
+            RunError: An earlier attempt failed with a fatal error.
         """
         elapsed_s = time.monotonic() - self.began_at
         shortest_s = max(POLL_S, self.env.world_size * STORE_CALL_S)
@@ -175,7 +184,8 @@ class _Joining:
         """
         if time.monotonic() - self.began_at < self.limit_s:
             return False
-        # Ask only now, because an earlier hello may come from the successor of this process.
+        # Before this time, a different id is not an error: a restarted process may have replaced
+        # this one.
         if not get_now(self.store, f"hello/{self.env.rank}").startswith(self.id):
             raise RunError(
                 f"another process also has RANK={self.env.rank}; give every process its own rank"
@@ -188,10 +198,10 @@ class _Joining:
         Args:
             attempt: The last invitation that this process has received.
         """
-        before = get_now(self.store, STARTER)
-        time.sleep(LOOKING_S)
+        before = get_now(self.store, RANK_ZERO_COUNTER)
+        time.sleep(WATCH_RANK_ZERO_S)
         is_invited = get_now(self.store, f"invite/{self.id}") != attempt
-        return is_invited or get_now(self.store, STARTER) != before
+        return is_invited or get_now(self.store, RANK_ZERO_COUNTER) != before
 
 
 def _missing_error(ranks: str) -> JoinError:

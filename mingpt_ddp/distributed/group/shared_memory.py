@@ -108,7 +108,8 @@ class SharedMemoryGroup:
         """Allocate `size` bytes of memory that all ranks share. A collective."""
         if self.rank == 0:
             file = os.memfd_create("gradients")
-            os.posix_fallocate(file, 0, size)  # raise now if memory is short, or SIGBUS comes later
+            # Reserve the memory now. If it ran out later, a write would raise the signal SIGBUS.
+            os.posix_fallocate(file, 0, size)
             for connection in self._sockets.values():
                 socket.send_fds(connection, [b"m"], [file])
         else:

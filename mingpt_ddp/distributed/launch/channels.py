@@ -29,7 +29,7 @@ MAX_OUTCOME_BYTES = select.PIPE_BUF - 64
 class WorkerEnds:
     """The worker's ends of its channels. Multiprocessing passes them to the process."""
 
-    reports: Connection | None  # only on rank zero, and only if there is a pruner callback
+    reports: Connection | None  # None except on rank zero of a run with a pruner callback
     outcomes: Connection
     has_console: bool  # True if the worker writes to the launcher's console
     has_pruner: bool  # True if the launcher has a pruner callback for evaluations
@@ -119,7 +119,7 @@ class Channels:
             answer.cancel()
 
     def error(self) -> UserError | None:
-        """Return the first error that a worker has sent, or None. Call this after they exited."""
+        """Return the first error that a worker sent, or None. Call this after all have exited."""
         errors = list[UserError]()
         with contextlib.suppress(EOFError):  # all of them have been read
             while self._outcomes.poll():

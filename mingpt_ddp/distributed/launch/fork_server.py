@@ -58,9 +58,9 @@ def import_path() -> str:
 def start_process(new: process.BaseProcess) -> None:
     """Start a process in which SIGNALS are blocked.
 
-    A process that the server forks inherits this from the server. In that case, do not block the
-    signals here: this process must still react to them while it waits for a server that may be
-    stopped.
+    A process that the server forks inherits the blocked signals from the server. In that case, do
+    not block them in this process. The server may be stopped, and this process must still react to
+    signals while it waits for the server.
     """
     is_forked = isinstance(new, context.ForkServerProcess)
     with contextlib.nullcontext() if is_forked else _signals_blocked():
@@ -76,7 +76,8 @@ def _signals_blocked() -> Iterator[None]:
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        # The tracker inherits the mask too. Starting it unblocks signals in this process.
+        # The resource tracker should inherit the mask too. Starting it unblocks signals in this
+        # process, so block them again.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         yield

@@ -113,7 +113,7 @@ async def run_workers(
 def _host_store(env: DistEnv, timeout_s: float) -> None:
     """Host a store at MASTER_ADDR:MASTER_PORT for the lifetime of this process.
 
-    This imports torch while the fork server imports it too.
+    This imports torch, which takes seconds. The fork server imports it at the same time.
     """
     from mingpt_ddp.process.job_store import open_store
 
@@ -201,16 +201,16 @@ class _WorkerGroup:
             except (EOFError, ConnectionError):  # the fork server died before it forked all workers
                 code = SERVER_DIED
             self.error = channels.error()
-        # If no worker has failed, result.json tells whether a signal has ended the run. But with
-        # several nodes, this one may not see that file.
+        # If no worker has failed, the caller reads in result.json whether the signal has ended the
+        # run. With several nodes, this node may not see that file. Then do not report the signal.
         can_tell = code not in (0, preempted_code) or self.first.is_standalone
         received = self.forwarder.received
         number = received[-1] if received and can_tell else 0
-        if code == -number < 0:  # the workers could not handle it yet
+        if code == -number < 0:  # it came before the workers could handle it
             log.error("ended by %s; rerun the same command", signal.Signals(number).name)
         is_own_code = code in (0, FAILURE, USER_ERROR, EX_TEMPFAIL, preempted_code) or code > 128
         if not is_own_code and not number:  # the worker could not log this itself
-            how = f"exited with code {code}, because its code or a library has called exit()"
+            how = f"exited with code {code}, because your code or a library called exit()"
             if code < 0:
                 how = f"was killed by {signal.Signals(-code).name}"
             self.error = UserError(f"{failed} {how}")

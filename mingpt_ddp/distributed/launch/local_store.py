@@ -1,4 +1,4 @@
-"""The key-value store of local workers, in a process of its own: the launcher needs no torch."""
+"""Host the store of local workers in a separate process, so the launcher need not import torch."""
 
 import multiprocessing
 import signal

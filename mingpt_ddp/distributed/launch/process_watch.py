@@ -18,9 +18,10 @@ MARGIN_S = 3.0
 
 
 class ProcessWatch:
-    """A thread of the launcher that kills workers. The main thread may be waiting for them.
+    """A thread of the launcher that kills workers.
 
-    A stopped process only reacts to SIGKILL.
+    It is a thread, because the main thread may be blocked while it waits for workers. Stopped
+    workers are killed, because a stopped process only reacts to SIGKILL.
     """
 
     def __init__(self, forwarder: SignalForwarder, timeout_s: float, grace_s: float) -> None:
@@ -33,7 +34,7 @@ class ProcessWatch:
         self.limit_s = timeout_s + MARGIN_S
         self.grace_s = grace_s
         self.workers: list[BaseProcess] = []  # workers that run or are about to start
-        self._stopped_s: dict[int, float] = {}  # seconds a process has been stopped, by its id
+        self._stopped_s: dict[int, float] = {}  # time since each process stopped, by id
         self._done = threading.Event()
 
     def __enter__(self) -> "ProcessWatch":
@@ -60,7 +61,7 @@ class ProcessWatch:
                 kill(server)
 
     def _check(self, pid: int, name: str, state: str, elapsed_s: float, is_late: bool) -> None:
-        """Kill a worker that outlives a signal for too long, or has been stopped for too long."""
+        """Kill a worker that still runs too long after a signal, or has been stopped too long."""
         if is_late:
             why = "is stopped" if state == STOPPED else "has not ended in time after a signal"
             log.error("error: %s %s and is killed", name, why)
@@ -69,5 +70,5 @@ class ProcessWatch:
         stopped_s = self._stopped_s.get(pid, 0.0) + elapsed_s if state == STOPPED else 0.0
         self._stopped_s[pid] = stopped_s
         if stopped_s > self.limit_s:
-            log.error("error: %s has been stopped for %.0f s", name, stopped_s)
+            log.error("error: %s has been stopped for %.0f s and is killed", name, stopped_s)
             kill(pid)

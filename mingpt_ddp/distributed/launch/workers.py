@@ -110,8 +110,8 @@ async def join_workers(
 ) -> tuple[int, str]:
     """Wait until all workers have exited. If a worker or the store fails, terminate the others.
 
-    If a signal killed the first one, SIGKILL the others at once: they have no failure to report,
-    and no collective can complete.
+    If a signal killed the worker that failed first, SIGKILL the others at once. They have no
+    failure to report, and no collective can complete.
 
     Args:
         timeout_s: Seconds for the others to exit before they get SIGKILL.
@@ -119,8 +119,8 @@ async def join_workers(
         store: The process that hosts the workers' store. It exits only if it fails.
 
     Returns:
-        The exit code and the name of the process that failed. Otherwise 0 or `preempted_code`, and
-        an empty name.
+        The exit code and the name of the process that failed. If none has failed, 0 or
+        `preempted_code`, and an empty name.
     """
     while True:
         codes = []
@@ -190,8 +190,8 @@ def run_worker(
     bind_cores()
     import torch
 
-    # Torch read the variable when the fork server imported it, so set the number again. The value
-    # may be a list with a number for each nesting level, or not positive.
+    # In a forked worker, torch has read OMP_NUM_THREADS of the fork server. Set the number of this
+    # worker. The value may also be a list with a number for each nesting level, or not positive.
     with contextlib.suppress(ValueError, RuntimeError):
         torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
     set_process_name(f"rank {environ['RANK']}")

@@ -27,7 +27,7 @@ def check_strategy(config: Config, world_size: int) -> None:
     """Refuse a strategy that does not fit the number of ranks or the optimizer.
 
     Raises:
-        ConfigError: It names the key to change.
+        ConfigError: The strategy does not fit. The message names the key to change.
     """
     name = config.ddp.strategy
     if config.ddp.reduction == "canonical":
@@ -66,7 +66,7 @@ def build_strategy(
 
 
 def strategy_class(ddp: DDPConfig, world_size: int) -> type[Strategy]:
-    """Return the class of a strategy, which says what a rank holds."""
+    """Return the class of a strategy. Its attributes describe which tensors a rank holds."""
     name = ddp.strategy
     if ddp.reduction == "canonical":
         is_owned = name == "zero1" and world_size > 1

@@ -42,7 +42,8 @@ class Strategy:
     """Hold the whole model on each rank. A method describes what one rank does."""
 
     name = "single"
-    weights: Held = "whole"  # also their average (trainer.ema) and their gradients
+    # How a rank holds the weights, their average (trainer.ema) and their gradients.
+    weights: Held = "whole"
     optimizer_state: Held = "whole"
     is_canonical = False  # a step has the same bits on any number of ranks
     allows_several_devices = False  # a model may place its layers on several devices of a rank
@@ -78,7 +79,7 @@ class Strategy:
                 except for `micro_batch_size`. None if there is no snapshot.
 
         Raises:
-            ConfigError: It names the setting to change.
+            ConfigError: The bits would change. The message names the setting to change.
         """
 
     # The model.
@@ -87,7 +88,8 @@ class Strategy:
         """Refuse a model that this strategy cannot train.
 
         Raises:
-            ConfigError: It names the parameter, or the keys.
+            ConfigError: The message names the parameter or module that does not fit, or the keys to
+                change.
         """
         if isinstance(model, SupportsSeveralDevices) and not self.allows_several_devices:
             raise ConfigError(
@@ -119,7 +121,7 @@ class Strategy:
             optimizer.divide_work(self.group.rank, ranks, self.group.waiting, self.is_canonical)
 
     def wrap(self, model: nn.Module, graphs: bool = False) -> nn.Module:
-        """Return a prepared model for training. All ranks receive the weights of rank zero.
+        """Wrap a prepared model for training. All ranks receive the weights of rank zero.
 
         Args:
             graphs: Replay the compiled model from CUDA graphs.
@@ -173,8 +175,8 @@ class Strategy:
     def watch_gradients(self, model: nn.Module, take: Callable[[str, Tensor], None]) -> None:
         """Call `take` in each backward pass with the name and the gradient of each parameter.
 
-        The gradient is that of this rank and this pass alone. Autograd calls `take` before it adds
-        the gradient to those of other passes, and before gradients are averaged over ranks.
+        The gradient comes from this rank and this pass alone. Autograd calls `take` before it adds
+        the gradient to the gradients of other passes, and before they are averaged over ranks.
         """
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -198,7 +200,7 @@ class Strategy:
         micro-batch with scale 0.
         """
         scale = self.loss_scale(plan)
-        divisor = plan.n_micro * self.group.tensor_size  # a copy's ranks compute the same loss
+        divisor = plan.n_micro * self.group.tensor_size  # ranks of a copy have equal losses
         passes = []
         for micro in batch:
             is_last = micro is batch[-1]
@@ -241,7 +243,7 @@ class Strategy:
 
     @property
     def metric_weight(self) -> float:
-        """This rank's weight in the mean of a hook's metrics over ranks."""
+        """The weight of this rank when the metrics of a user's hook are averaged over ranks."""
         return 1.0
 
     def begin_step(self) -> None:
@@ -260,8 +262,8 @@ class Strategy:
         """Add up a pass's share of the losses and metrics. Average gradients after the last pass.
 
         Args:
-            shares: The pass's share of the step's mean losses and of the sums and counts of
-                metrics. Empty for a repeated micro-batch.
+            shares: By name, the amount that this pass adds to each mean loss of the step, and to
+                the sum and the count of each metric. Empty for a repeated micro-batch.
 
         Returns:
             The sums of this rank, complete after the last pass.
@@ -277,7 +279,7 @@ class Strategy:
 
     @torch.no_grad()
     def clip_grad_norm(self, parameters: list[nn.Parameter], limit: float | None) -> Tensor:
-        """Clip the gradients to a global norm, as torch does. Return their norm before."""
+        """Clip the gradients to a global norm, as torch does. Return the norm before clipping."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = self.total_norm(gradients)
         if limit is not None:
@@ -313,7 +315,7 @@ class Strategy:
         """Return the seconds of gradient communication in the latest timed step.
 
         Returns:
-            All seconds, and those that no computation overlaps.
+            The total time, and the part of it that does not overlap with computation.
         """
         return self.all_reduce_s, self.all_reduce_s
 
@@ -333,12 +335,13 @@ class Strategy:
         return tensors
 
     def part_to_write(self, name: str, tensor: Tensor, writer: int) -> tuple[int, Tensor] | None:
-        """Return the rows of a tensor that this rank writes, and the number of the first one.
+        """Return the number of the first row that this rank writes of a tensor, and its rows.
 
         Return None if it writes none.
 
         Args:
-            name: Name of the parameter or buffer. The tensor may be optimizer state of it.
+            name: Name of the parameter or buffer.
+            tensor: Its values, or a tensor of its optimizer state.
             writer: The rank that writes the tensor if all ranks hold all of it.
         """
         return (0, tensor) if writer == self.group.rank else None
@@ -348,9 +351,11 @@ class Strategy:
         return True
 
     def assemble(self, own: Tensor, read: Callable[[int, int], Tensor]) -> Tensor:
-        """Return a tensor like `own` with other values.
+        """Build a tensor with the layout of `own` from values that `read` returns.
 
         Args:
-            read: Returns the rows from a first one to before a second one, on the CPU.
+            own: This rank's share of a tensor. Its values are ignored.
+            read: Reads rows of the whole tensor to the CPU, from a first row up to, but not
+                including, a second row.
         """
         return read(0, len(own) if own.dim() else 1)

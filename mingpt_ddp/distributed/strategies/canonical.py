@@ -31,14 +31,14 @@ def check_canonical(ddp: DDPConfig, trainer: TrainerConfig) -> None:
     """Refuse settings whose sums depend on the number of ranks.
 
     Raises:
-        ConfigError: It names the key to change.
+        ConfigError: A setting is refused. The message names the key to change.
     """
     if trainer.micro_batch_size is None:
         batch = trainer.batch_size
         size = max(n for n in range(1, max(1, batch // 4) + 1) if batch % n == 0)
         raise ConfigError(
-            "ddp.reduction=canonical needs the same micro-batches on any number of ranks; set "
-            f"trainer.micro_batch_size={size}, say, for up to {batch // size} ranks"
+            "ddp.reduction=canonical needs the same micro-batches on any number of ranks; for up "
+            f"to {batch // size} ranks, set trainer.micro_batch_size={size}, for example"
         )
     allowed = {
         "ddp.strategy": (ddp.strategy, ("auto", "single", "ddp", "zero1")),
@@ -53,8 +53,8 @@ def check_canonical(ddp: DDPConfig, trainer: TrainerConfig) -> None:
         if value not in values:
             names = " or ".join("null" if name is None else str(name).lower() for name in values)
             raise ConfigError(
-                f"ddp.reduction=canonical cannot keep the bits with {key}={str(value).lower()}; "
-                f"set it to {names}"
+                f"ddp.reduction=canonical cannot give the same bits on any number of ranks with "
+                f"{key}={str(value).lower()}; set it to {names}"
             )
 
 
@@ -76,19 +76,20 @@ class CanonicalStrategy(Strategy):
         self.warmup_passes = 0  # nothing depends on the first backward pass
         self._reducer: Reducer | None = None
         self._views: list[Tensor] = []  # views of the reducer's flat tensor, one per gradient
-        # View of the flat tensor behind the gradients: sums of the losses and metrics in _names.
+        # View of the flat tensor's end, after the gradients. It holds the sums of the losses and
+        # metrics, in the order of _names.
         self._summed_shares = torch.empty(0)
         self._names: list[str] = []
         self._first_buffers: list[Tensor] = []  # copies from before the first step
-        self._micro_batches = 0  # number in a step, over all ranks
+        self._micro_batches = 0  # number of micro-batches in a step, over all ranks
         self._rounds = 0  # number of rounds that have begun in this step
 
     def check_start(self, micro_batch_size: int, recorded: Mapping[str, Any] | None) -> None:
         threads = self.group.all_gather(torch.get_num_threads())
         if len({*threads}) > 1:
             raise ConfigError(
-                f"ddp.reduction=canonical needs as many threads on every rank, not {threads}; set "
-                "OMP_NUM_THREADS"
+                "ddp.reduction=canonical needs the same number of threads on every rank, but the "
+                f"ranks have {threads}; set OMP_NUM_THREADS"
             )
         if recorded is None:
             return
@@ -227,7 +228,7 @@ class CanonicalStrategy(Strategy):
         self.all_reduce_s += time.perf_counter() - start
 
     def broadcast_buffers(self, model: nn.Module) -> None:
-        """Check that no step has changed a buffer. Then all ranks have the same ones.
+        """Check that no step has changed a buffer. Then all ranks have the same buffers.
 
         Raises:
             TrainingError: A forward pass has changed a buffer.

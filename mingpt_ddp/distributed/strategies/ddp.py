@@ -25,7 +25,8 @@ from mingpt_ddp.distributed.strategies.base import WARMUP_PASSES, Strategy
 
 ALL_REDUCE = "all_reduce of gradients"  # name of the events in a profile
 TIMED_EVERY = 10  # DDP times every tenth step
-# Gradients and their sums are rounded to 16 bits. fp16 has more precision, bf16 the range of fp32.
+# These hooks round gradients and their sums to 16 bits. fp16 has more precision, and bf16 has the
+# range of fp32.
 # DDP accepts torch's bf16 hook only with NCCL, although gloo can sum bf16 too.
 BUILDERS["comm_hook"].update(
     fp16=default_hooks.fp16_compress_hook, bf16=default_hooks.bf16_compress_hook
@@ -104,8 +105,8 @@ class DDPStrategy(Strategy):
         super().__init__(ddp, trainer, device, group, compiles)
         self.warmup_passes = WARMUP_PASSES + compiles
         self._iteration = 0  # number of backward passes that have reduced gradients
-        # Seconds in the hook, by iteration. Recent iterations are kept, because DDP reports an
-        # earlier one.
+        # Seconds in the hook, by iteration. Recent iterations are kept, because the times that DDP
+        # reports are from an earlier iteration.
         self._hook_s: dict[int, float] = {}
 
     def wrap(self, model: nn.Module, graphs: bool = False) -> nn.Module:

@@ -30,7 +30,8 @@ from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models.dtensor import is_dtensor, whole_tensor
 
-# Larger blocks of CPU memory may hold gathered weights. Other allocations could not reuse them.
+# On a CPU, return freed blocks of this size or more to the kernel at once. They may have held
+# gathered weights, and other allocations could not reuse them.
 GATHERED_BYTES = 1 << 20
 
 
@@ -43,13 +44,14 @@ def shards_per_replica(ranks: list[int]) -> int:
         ranks: Number of ranks on each node.
 
     Raises:
-        ConfigError: The nodes differ, or a copy would have one rank.
+        ConfigError: The nodes have different numbers of ranks, or a copy would have one rank.
     """
     size = ranks[0] if len(ranks) > 1 else ranks[0] / 2
     if len(set(ranks)) > 1 or size == 1 or size != int(size):
         raise ConfigError(
-            "ddp.strategy=hsdp needs an even number of ranks on one node, or the same number "
-            f"of at least two on every node, not {ranks}; use ddp.strategy=fsdp"
+            "ddp.strategy=hsdp needs an even number of ranks on one node, or the same number of "
+            f"ranks, at least two on every node; the nodes have {ranks} ranks; use "
+            "ddp.strategy=fsdp"
         )
     return int(size)
 
@@ -61,7 +63,7 @@ def check_no_scalars(strategy: str, dimensions: Mapping[str, int]) -> None:
         dimensions: Number of dimensions of each parameter.
 
     Raises:
-        ConfigError: It names the parameter.
+        ConfigError: A parameter is a scalar. The message names it.
     """
     scalars = [name for name, number in dimensions.items() if number == 0]
     if scalars:
@@ -73,7 +75,7 @@ def check_no_scalars(strategy: str, dimensions: Mapping[str, int]) -> None:
 
 @final
 class FSDPStrategy(Strategy):
-    """Shard each of `model.blocks`, then the rest of the model as one."""
+    """Shard each of `model.blocks`, then the rest of the model as one unit."""
 
     weights = "rows"
     optimizer_state = "rows"
@@ -189,7 +191,7 @@ class FSDPStrategy(Strategy):
         return False  # the other ranks wait for this one
 
     def describe_gradient(self, name: str) -> str:
-        return f"the gradient of {name} (of any rank)"
+        return f"the gradient of {name}, averaged over ranks,"
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         return whole_tensor(super().total_norm(gradients))

@@ -1,4 +1,4 @@
-"""Batch normalization over all ranks. GPUs use torch's class, and CPUs need a class of the user."""
+"""Batch normalization over all ranks, with torch's class on GPUs and a user's class on CPUs."""
 
 from typing import cast
 
@@ -17,7 +17,7 @@ def check_batchnorm(model: nn.Module) -> None:
     """Refuse batch normalizations whose statistics CPUs cannot compute over several ranks.
 
     Raises:
-        ConfigError: It names the module.
+        ConfigError: The model has such a module. The message names it.
     """
     for name, module in model.named_modules():
         if isinstance(module, BATCH_NORMS) and not hasattr(module, OVER_ALL_RANKS):

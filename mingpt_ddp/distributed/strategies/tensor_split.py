@@ -32,10 +32,10 @@ SPLIT_DIMENSIONS = {"attention.qkv": 0, "attention.proj": 1, "up": 0, "down": 1}
 
 
 def check_tensor_parallel(config: Config) -> None:
-    """Refuse settings that tensor parallelism cannot train to the numbers of a single rank.
+    """Refuse settings with which tensor parallelism would not compute the results of one rank.
 
     Raises:
-        ConfigError: It names the keys.
+        ConfigError: A setting is refused. The message names the key to change.
     """
     size = config.ddp.tensor_parallel
     model = config.model
@@ -58,7 +58,8 @@ def check_tensor_parallel(config: Config) -> None:
     need(not uses_user_code(config), "built-in optimizers, tasks and datasets")
     need(
         not config.optimizer.needs_whole_matrices,
-        f"optimizer=adamw, say, because {config.optimizer.name} needs whole matrices",
+        "another optimizer, such as optimizer=adamw, because "
+        f"{config.optimizer.name} needs whole matrices",
     )
     need(
         config.trainer.precision != "fp16",

@@ -63,7 +63,8 @@ def describe(snapshot: Snapshot) -> dict[str, Any]:
         values["data"] = state["data"]
         return values
     spec = read_model_spec(state)
-    # Validate only models without a user's own parts, because an export does not run user code.
+    # Validate only built-in models without a user's own parts, because an export does not run user
+    # code.
     if spec.model["architecture"] in MODELS and not changed_parts(spec.model):
         spec.config()
     values["model"] = spec.model

@@ -61,8 +61,8 @@ def _first_store(urls: Iterable[str]) -> tuple[SnapshotStore, list[int]] | None:
 def refuse_other_location(store: SnapshotStore, directory: Path) -> None:
     """Refuse to start a run from the beginning if it has snapshots at another location.
 
-    The location is the one that the configuration of the run's last start names, or the run
-    directory's own.
+    Snapshots may be at the location in the configuration of the run's last start, or in the run
+    directory.
 
     Args:
         store: The store at the configured location. It has no snapshots.
@@ -95,7 +95,7 @@ def snapshot_to_resume(
         directory: The run directory.
         source: URL of the snapshot that run.resume names, as in `RunConfig.source`. It is used if
             the run has no snapshots of its own.
-        kinds: Kinds of tensors to read from `source` too, which finds out if they are damaged.
+        kinds: Kinds of tensors to read from `source` as well, to find out now if they are damaged.
 
     Raises:
         SnapshotError: Another version wrote the snapshot, in another format, or the run has

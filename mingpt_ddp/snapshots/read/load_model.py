@@ -132,8 +132,8 @@ def build_around(
             per_layer = len(on_meta(n_layer=2).state_dict()) - tensors_of_one_layer
             if tensors_of_one_layer + (config.n_layer - 1) * per_layer != len(tensors):
                 raise SnapshotError(
-                    f"the snapshot has {len(tensors)} tensors, which is not the number of tensors "
-                    f"of a model with {config.n_layer} layers"
+                    f"the snapshot's {len(tensors)} tensors do not fit a model with "
+                    f"{config.n_layer} layers"
                 )
         model = on_meta()
     except RuntimeError as error:  # a tensor size overflows

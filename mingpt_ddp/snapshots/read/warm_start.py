@@ -181,7 +181,7 @@ def _with_sizes(
 
 
 def _check_data_keys(config: Config, data: dict[str, Any]) -> None:
-    """Refuse keys of the group `data` that differ from the weights. A shorter context may.
+    """Refuse keys of the group `data` that differ from the weights. A shorter context is allowed.
 
     Args:
         data: The keys of the group `data` that the weights determine, with their values.
@@ -216,8 +216,8 @@ def _check_fit(model: nn.Module, tensors: dict[str, Any], resized: set[tuple[Any
 
     Args:
         model: The model. It may be on the meta device.
-        resized: Allowed differences: pairs of a number of rows in the weights and a number of rows
-            in the model, such as the two vocabulary sizes.
+        resized: Pairs (rows in the weights, rows in the model) that may differ: the two vocabulary
+            sizes, and the two context lengths.
 
     Raises:
         SnapshotError: The names, the types or other shapes differ, or a value is not finite.
@@ -230,10 +230,10 @@ def _check_fit(model: nn.Module, tensors: dict[str, Any], resized: set[tuple[Any
         model_shape = tuple(expected[name].shape)
         may_differ = shape[1:] == model_shape[1:] and (*shape[:1], *model_shape[:1]) in resized
         if shape != model_shape and not may_differ:
-            wrong.append(f"{name} {shape} for {model_shape}")
+            wrong.append(f"{name} has shape {shape} instead of {model_shape}")
         elif tensor.is_floating_point() != expected[name].is_floating_point():
             kind = str(tensor.dtype).removeprefix("torch.")
-            wrong.append(f"{name} in {kind}")
+            wrong.append(f"{name} has type {kind}")
     if wrong:
         raise SnapshotError(
             f"the weights of run.init_from do not fit the model: {', '.join(wrong[:3])}"

@@ -143,7 +143,7 @@ def our_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     Return the weights of a model of architecture modern as they are.
 
     Raises:
-        ValueError: A tensor does not belong to a GPT-2, or the head has other weights than the
+        ValueError: A tensor does not belong to a GPT-2, or the weights of the head differ from the
             embedding.
     """
     if "head.weight" in tensors:  # architecture modern

@@ -53,15 +53,15 @@ class Cache:
         return x
 
     def prepend_last(self, name: str, x: Tensor, count: int) -> Tensor:
-        """Put the `count` vectors before x in front of it, and cache the last ones for next time.
+        """Prepend the vectors of the previous `count` tokens to x, and cache the last `count`.
 
-        At the start of a text, the vectors in front of x are zeros.
+        Before the start of a text, the vectors are zeros.
 
         Args:
             x: (B, T, D) vectors of the new tokens.
 
         Returns:
-            The vectors of the `count` tokens before x, and x: (B, count + T, D).
+            (B, count + T, D)
         """
         last = self.tensors.get(name)
         if last is None:
@@ -116,7 +116,7 @@ class View(NamedTuple):
 
     positions: Tensor  # (B, T)
     is_token: Tensor  # (B, T, 1), False for padding
-    visible: Tensor  # (B, 1, T, S), True if the new token attends to the other token
+    visible: Tensor  # (B, 1, T, S), True where a new token attends to a token
 
 
 class ModernConfig(PretrainedConfig):
@@ -198,7 +198,8 @@ class NGramEmbedding(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and normalized queries and keys.
 
-    Each block adds the values of the first block, `v1`, to its own values.
+    Each block adds the values of the first block, `v1`, to its own values, multiplied by a learned
+    factor for each channel.
     """
 
     def __init__(self, config: ModernConfig) -> None:
@@ -305,7 +306,7 @@ class ModernForCausalLM(PreTrainedModel, GenerationMixin):
         T = input_ids.shape[1]
         mask = cache.extend_mask(attention_mask, input_ids)
         # torch.export and torch.compile cannot trace a branch that depends on a value in a tensor.
-        # They check the length with padding instead.
+        # While they trace, compare the length with padding instead.
         is_traced = torch.compiler.is_compiling()
         longest = mask.shape[1] if is_traced else mask.sum(-1).max()
         if longest > self.config.block_size:

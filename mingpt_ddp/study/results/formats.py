@@ -31,9 +31,9 @@ AMBIGUOUS_NAMES = {
     "job",
     "directory",
 }
-# The beginnings of metrics' names in words.
+# Words for the prefixes of metric names.
 PREFIX_WORDS = {"val_": "validation", "train_": "training", "test_": "test"}
-# The short names of keys and metrics in words.
+# Words for the short names of keys and metrics.
 KEY_WORDS = {
     "lr": "learning rate",
     "n_layer": "layers",

@@ -1,4 +1,4 @@
-"""Write notes on a comparison of jobs: how they are ranked, and why results do not compare."""
+"""Write notes on a comparison of jobs: how they are ranked, and why results cannot be compared."""
 
 from collections.abc import Hashable, Iterable, Sequence
 
@@ -43,7 +43,7 @@ TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size")
 
 
 def comparison_notes(jobs: list[RunRecord], are_versions: bool = False) -> list[str]:
-    """Write notes on an unusual ranking, and on reasons why results do not compare.
+    """Write notes on an unusual ranking, and on reasons why results cannot be compared.
 
     Args:
         are_versions: True if the settings are versions of the code.
@@ -56,7 +56,7 @@ def comparison_notes(jobs: list[RunRecord], are_versions: bool = False) -> list[
         lacking = [job.name for job in jobs if job.val_loss is not None and job.value is None]
         if lacking:
             names = cut(", ".join(lacking), 200)
-            notes.append(f"without {objective.title}, so not ranked: {names}")
+            notes.append(f"these jobs have no {objective.title} and are not ranked: {names}")
     measured = []
     for job in jobs:
         has_data = "data.path" in job.config or "data.dataset" in job.config
@@ -66,7 +66,7 @@ def comparison_notes(jobs: list[RunRecord], are_versions: bool = False) -> list[
         kind = "texts" if all(is_text(job.config) for job in measured) else "data"
         notes.append(
             f"the jobs were measured on different {kind} ({', '.join(keys)}): their results "
-            "do not compare"
+            "cannot be compared"
         )
     if _differing(measured, ("task.name",)):
         notes.append(
@@ -74,12 +74,13 @@ def comparison_notes(jobs: list[RunRecord], are_versions: bool = False) -> list[
         )
     if keys := _different_evaluation(measured):
         what = "the jobs were measured on different parts of the validation split"
-        notes.append(f"{what} ({', '.join(keys)}): their results do not compare exactly")
+        notes.append(f"{what} ({', '.join(keys)}): their results cannot be compared exactly")
     if not are_versions:
         notes += _code_notes(jobs)
     if mixed := [job.name for job in jobs if "+" in job.code]:
         notes.append(
-            f"trained with more than one version of your code: {cut(', '.join(mixed), 200)}"
+            "these jobs were trained with more than one version of your code: "
+            f"{cut(', '.join(mixed), 200)}"
         )
     steps = {job.step for job in jobs if job.status == "complete" and job.step is not None}
     if len(steps) > 1:
@@ -97,16 +98,16 @@ def _code_notes(jobs: list[RunRecord]) -> list[str]:
             contents.setdefault(name, set()).add(sha256)
     notes = []
     if changed := [name for name, hashes in contents.items() if len(hashes) > 1]:
-        how = "seeds of different versions are not taken together"
+        how = "seeds of different versions are not grouped"
         if accepts_code(jobs):
-            how = "run.accept_code=true takes their seeds together"
+            how = "run.accept_code=true groups their seeds"
         notes.append(f"the jobs were trained with several versions of {_cut(changed)}: {how}")
     if len(packages) > 1:
         names = packages.values() if len({*packages.values()}) > 1 else packages
         versions = " and ".join(sorted(name[:20] for name in names))
         notes.append(
             f"the jobs were trained with several versions of {PACKAGE.name}, {_cut([versions])}: "
-            "their seeds are taken together"
+            "their seeds are grouped"
         )
     return notes
 

@@ -27,7 +27,7 @@ TEXT_KEYS = (
 )
 TOKENIZER = "tokenizer.json"  # file name of a BPE tokenizer in the run directory
 MAX_TOKENIZER_BYTES = 1 << 26
-WHY_BITS_PER_BYTE = "losses per token of different tokenizers do not compare"
+WHY_BITS_PER_BYTE = "losses per token of different tokenizers cannot be compared"
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,8 @@ def _tokenizer(config: Mapping[str, Any], directory: Path | None) -> Hashable:
     """Return a hashable key. Jobs with the same tokenizer have equal keys."""
     kind = config["data.tokenizer"]
     source = config.get("run.init_from")
-    # The first start records run.init_sha256, and the tokenizer of these weights.
+    # Before its first start, a run has recorded neither run.init_sha256 nor a tokenizer. It will
+    # use the tokenizer of these weights.
     if source is not None and config.get("run.init_sha256") is None:
         return "tokenizer of the weights", repr(source)
     if kind == "char" and config.get("data.format") == "tokens":

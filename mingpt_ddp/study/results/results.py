@@ -118,7 +118,8 @@ def read_results(
     notes += comparison_notes(jobs) + minutes_notes(groups)
     if changed_code := dict.fromkeys(name for job in jobs for name in job.changed_code):
         notes.append(
-            f"old code: results from before the last change of {cut(', '.join(changed_code))}"
+            "old code: some results are from before the last change of "
+            f"{cut(', '.join(changed_code))}"
         )
     if has_replicates(groups):
         notes += pooling_notes(groups) + diverged_notes((cut(each.name), each) for each in groups)

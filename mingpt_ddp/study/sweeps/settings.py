@@ -190,7 +190,7 @@ def plan_slots(settings: SweepConfig, jobs: list[Config], directory: Path | None
         n = max(1, (count_cores() if gpus is None else len(gpus)) // ranks)
     else:
         n = settings.parallel
-    check_processes("sweep.parallel", n, per=ranks, min_bytes=MIN_RANK_BYTES * ranks)
+    check_processes("sweep.parallel", n, n_parents=ranks, min_bytes=MIN_RANK_BYTES * ranks)
     if gpus is not None and n * ranks > len(gpus):
         raise ConfigError(
             f"sweep.parallel={n} needs {n * ranks} GPUs, {ranks} for each job, but this machine "

@@ -65,42 +65,45 @@ def effect_of(
     )
 
 
-def refuse_other_states(states: Mapping[str, str], others: Mapping[str, str], problem: str) -> None:
+def refuse_different_states(
+    expected: Mapping[str, str], actual: Mapping[str, str], problem: str
+) -> None:
     """Refuse a hook whose state differs from the expected one.
 
     Args:
-        states: SHA-256 of the expected state of each hook, by its label.
-        others: SHA-256 of the actual state of each hook, by its label.
+        expected: SHA-256 of the expected state of each hook, by its label.
+        actual: SHA-256 of the actual state of each hook, by its label.
         problem: The part of the error message that explains the difference.
 
     Raises:
         CodeError: The message names the hook and the problem.
     """
-    for label, digest in states.items():
-        if others[label] != digest:
+    for label, digest in expected.items():
+        if actual[label] != digest:
             raise CodeError(f"{label} would not resume exactly: {problem}")
 
 
-def refuse_another_result(effects: Sequence[Effect], again: Sequence[Effect]) -> None:
+def refuse_different_result(effects: Sequence[Effect], repeated: Sequence[Effect]) -> None:
     """Refuse the first hook that has a different effect when its step is repeated.
 
-    If the gradients or weights differ already before the first hook, no hook is the cause.
+    If the gradients or weights already differ before the first hook is called, no hook is the
+    cause.
 
     Args:
         effects: Effects of the hooks in the step.
-        again: Effects of the hooks in the repeated step.
+        repeated: Effects of the hooks when the step was repeated.
 
     Raises:
         CodeError: The message names the hook.
     """
-    for effect, other in zip(effects, again, strict=True):
+    for effect, other in zip(effects, repeated, strict=True):
         if effect != other:
             if effect["label"]:
                 raise CodeError(f"{effect['label']} would not resume exactly: {RESULT_DIFFERS}")
             return
 
 
-def refuse_other_effects(by_rank: Sequence[Sequence[Effect]]) -> None:
+def refuse_different_effects(by_rank: Sequence[Sequence[Effect]]) -> None:
     """Refuse hooks whose effects differ between ranks.
 
     The ranks take the same steps. If a rank computes different gradients before any hook has acted,

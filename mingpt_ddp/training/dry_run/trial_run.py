@@ -20,7 +20,7 @@ from mingpt_ddp.training.dry_run.hook_effects import (
     STATE_CHANGED_IN_PASSES,
     Effect,
     effect_of,
-    refuse_other_states,
+    refuse_different_states,
 )
 from mingpt_ddp.training.hooks.actions import Action
 from mingpt_ddp.training.length import RunLength
@@ -137,23 +137,27 @@ class TrialRun:
         plan = BatchPlan(len(trial_batches), 1, world_size=1)
         length = RunLength(task.config, loader.steps_per_epoch)
         self.train_step = TrainStep(self.runtime, task, loader, plan, self.trainable, length)
-        # With several ranks DDP would wait for a missing gradient.
-        self.gradients: _GradientCheck | None = None
+        # In training with several ranks, DDP would wait forever for a missing gradient.
+        self.gradient_check: _GradientCheck | None = None
         if dry_run.runtime.group.world_size > 1 and not task.config.ddp.find_unused_parameters:
-            self.gradients = _GradientCheck(self.trainable.model, task.config, len(trial_batches))
+            self.gradient_check = _GradientCheck(
+                self.trainable.model, task.config, len(trial_batches)
+            )
 
     def step(self, step: int) -> Tensor:
         """Take an optimizer step and return its loss."""
         self._step = step
         for gradient in self._old_gradients:
-            # DDP overwrites this memory, too. A hook must not rely on an old gradient.
+            # In training, DDP reuses the memory of old gradients. Overwrite it here too, to find a
+            # hook that relies on an old gradient.
             gradient.zero_()
         self._old_gradients.clear()
         states = self.hook_states()
         losses = self.train_step.passes(step)
-        refuse_other_states(states, self.hook_states(), STATE_CHANGED_IN_PASSES)
-        if self.gradients is not None:
-            self.gradients.check()  # an optimizer may fail without a gradient, so check this first
+        refuse_different_states(states, self.hook_states(), STATE_CHANGED_IN_PASSES)
+        if self.gradient_check is not None:
+            # Check this before the update, since an optimizer may fail without a gradient.
+            self.gradient_check.check()
         if self.trainable.actions.actions:
             parameters = self.trainable.model.parameters()
             self._old_gradients = [each.grad for each in parameters if each.grad is not None]

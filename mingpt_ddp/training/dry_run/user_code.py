@@ -1,4 +1,8 @@
-"""Check the user's code before a run writes anything. A run with it must resume exactly."""
+"""Check the user's code before a run writes anything.
+
+A run with this code must resume exactly: after an interruption it computes the same bits as without
+one.
+"""
 
 from typing import Any
 
@@ -19,9 +23,9 @@ from mingpt_ddp.training.dry_run.hook_effects import (
     INITIAL_STATE_DIFFERS,
     LOADED_STATE_DIFFERS,
     Effect,
-    refuse_another_result,
-    refuse_other_effects,
-    refuse_other_states,
+    refuse_different_effects,
+    refuse_different_result,
+    refuse_different_states,
 )
 from mingpt_ddp.training.dry_run.trial_run import DryRun, TrialRun
 from mingpt_ddp.training.evaluation.weight_average import check_averaged
@@ -33,8 +37,8 @@ from mingpt_ddp.training.trainable import build_trainable
 def check_user_code(runtime: Runtime, task: Task, loader: Loader, plan: BatchPlan) -> None:
     """Try the user's code in a dry run. A collective.
 
-    Rank zero tries it alone, unless there are hooks that act on the run. Then all ranks take the
-    same steps, with the batch of rank zero.
+    If there are hooks that act on the run, all ranks take the same steps, with the batch of rank
+    zero, and the effects of the hooks are compared. Without such hooks, only rank zero takes steps.
 
     Raises:
         CodeError: The code raises an exception, returns the wrong type or shape, or does not resume
@@ -49,7 +53,7 @@ def check_user_code(runtime: Runtime, task: Task, loader: Loader, plan: BatchPla
         return check_resumes_exactly(dry_run, names)
 
     if BUILDERS["action"]:
-        group.decide_on_rank_zero(take_steps, refuse_other_effects)
+        group.decide_on_rank_zero(take_steps, refuse_different_effects)
     else:
         group.run_on_rank_zero(take_steps)
 
@@ -58,9 +62,9 @@ def check_resumes_exactly(dry_run: DryRun, val_metrics: list[str]) -> list[Effec
     """Take four steps, repeat the last one from a restored state, and compare all bits.
 
     The last step runs twice: in the objects that took the first three steps, and in new objects
-    with the restored state. The number of steps before it is odd, so that a hidden step count is
-    found: an optimizer that acts at every second step of its own count would act differently in new
-    objects.
+    with the restored state. This finds an optimizer that counts its steps without saving the count.
+    If it acts differently at every second step, its fourth step differs from its first step in the
+    new objects. With an even number of steps before the last one, the two would be equal.
 
     Hooks are called as in training. Hooks of evaluations are called after the third step, and again
     after the last step if one of them has state.
@@ -101,18 +105,18 @@ def check_resumes_exactly(dry_run: DryRun, val_metrics: list[str]) -> list[Effec
         effects = first.effects
         del first, trainable
         second = TrialRun(dry_run, val_metrics)
-        refuse_other_states(initial_hook_states, second.hook_states(), INITIAL_STATE_DIFFERS)
+        refuse_different_states(initial_hook_states, second.hook_states(), INITIAL_STATE_DIFFERS)
         if initial_digest != second.digest():
             raise _not_exact(f"model {model_label(task.config.model)}", "initial weights depend")
         second.load(saved)
-        refuse_other_states(saved_hook_states, second.hook_states(), LOADED_STATE_DIFFERS)
+        refuse_different_states(saved_hook_states, second.hook_states(), LOADED_STATE_DIFFERS)
         repeated_loss = second.step(4)
         second.evaluate(4, is_repeated=True)
         if dry_run.is_exact:
             if not torch.equal(loss.nan_to_num(), repeated_loss.nan_to_num()):
                 raise _not_exact(f"model {model_label(task.config.model)}", "loss depends")
             last = [effect for effect in effects if effect["step"] == 4]
-            refuse_another_result(last, second.effects)
+            refuse_different_result(last, second.effects)
             if final_digest != second.digest():
                 raise _not_exact(f"optimizer {task.config.optimizer.name}", "step depends")
         task.check_model(second.trainable.model, trial_batches[0], trained=True)

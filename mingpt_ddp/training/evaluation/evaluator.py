@@ -80,7 +80,10 @@ class Evaluator:
         task = self.task.config.task.name
         check_metrics(task, metrics)
         if metrics and "loss" not in metrics:
-            raise CodeError(f"the task {task}: the loss of the split {name} has no items")
+            raise CodeError(
+                f"the task {task}: the loss of the split {name} has no items; "
+                "metrics(model, batch) must return each sum with its number of items"
+            )
         return metrics
 
     def _means(

@@ -73,7 +73,7 @@ class Action:
 
     @property
     def name(self) -> str:
-        """Name of the hook in a snapshot. It stays if the hook moves to another file or line."""
+        """Name of the hook in a snapshot. It does not depend on the hook's file and line."""
         return f"{self.event} {self.registered.__qualname__}"
 
     @property
@@ -133,7 +133,9 @@ class Actions:
         names = set[str]()
         for action in self.actions:
             if action.has_state and action.name in names:
-                raise CodeError(f"{action.label}: another hook has this name; choose another one")
+                raise CodeError(
+                    f"{action.label}: another hook has this name; rename one of the two hooks"
+                )
             names.add(action.name)
         # The dry run sets this function to note the effect of each hook. It gets the arguments of
         # the event and the hook's metrics. It is called after each hook of an event, and once
@@ -221,7 +223,7 @@ class Actions:
         else:
             self._state_is_lost = self.have_state
 
-    def _keep(self) -> None:
+    def _keep_state(self) -> None:
         """Keep a copy of the state, for a step that may be discarded.
 
         No copy is kept if a step that fails ends the run.
@@ -265,7 +267,7 @@ class Actions:
             CodeError: A hook raises an exception.
         """
         if self._own_gradients is None or not micro.scale:
-            return  # nothing to measure, or a repeated micro-batch that does not count
+            return  # no hook measures, or the micro-batch only repeats the last one (scale 0)
         scale = self.runtime.scaler.scale(torch.full_like(loss, micro.scale))
         for action in self.actions:
             if action.measures:
@@ -275,7 +277,7 @@ class Actions:
                 self._measured[action.name].append(measured)
         self._own_gradients.clear()
 
-    def _gather(self, action: Action) -> dict[str, Tensor]:
+    def _gather_measurements(self, action: Action) -> dict[str, Tensor]:
         """Return the measurements of all micro-batches of the step. A collective."""
         group = self.runtime.group
         own: list[Measured] = []
@@ -296,7 +298,7 @@ class Actions:
         """
         divided = gradients_of(model)
         if self.have_state:
-            self._keep()
+            self._keep_state()
             self._gradient_storages = [
                 weakref.ref(each.untyped_storage()) for each in divided.values()
             ]
@@ -322,6 +324,12 @@ class Actions:
     def _shares(
         self, event: str, step: int, tensors: dict[str, Tensor], taken: Iterable[str]
     ) -> dict[str, Tensor]:
+        """Call the hooks of an event. Return this rank's shares of their metrics.
+
+        Args:
+            tensors: The gradients or weights, which the hooks may change.
+            taken: As in `change_gradients`.
+        """
         names = {name.removeprefix(SUM) for name in taken}
         metrics = self._call(event, step, names, step, tensors)
         outputs = Outputs({"loss": torch.zeros((), device=self.runtime.device)}, metrics)
@@ -383,7 +391,8 @@ class Actions:
             check_outputs(action.label, Outputs({}, means))
             if twice := (taken | metrics.keys()) & means.keys():
                 raise CodeError(
-                    f"{action.label}: the task or another hook has a metric {min(twice)}, too"
+                    f"{action.label}: the task or another hook has a metric {min(twice)}, too; "
+                    "choose another name"
                 )
             metrics |= means
             self.watch(event, action, values, means)
@@ -397,7 +406,7 @@ class Actions:
         """
         assert self._own_gradients is not None
         gradients = gradients_of(self._own_gradients.model)
-        micro_batches = self._gather(action)
+        micro_batches = self._gather_measurements(action)
         with self.runtime.group.waiting():
             whole = {name: whole_tensor(each) for name, each in gradients.items()}
         returned = self._run(action, action.hook, (step,), step, whole, micro_batches)
@@ -412,7 +421,8 @@ class Actions:
         """Call a function of a hook, with random numbers of its own.
 
         Args:
-            key: Seeds the random numbers, with the name of the hook and the seed of the run.
+            key: The step, and the micro-batch if there is one. The key, the name of the hook and
+                the seed of the run together seed the random numbers.
             values: Arguments of the function.
         """
         group = self.runtime.group
@@ -440,8 +450,8 @@ def refuse_unfit_hooks(strategy: Strategy) -> None:
     """Refuse hooks that do not work with a strategy.
 
     A hook with state needs all weights on every rank. A hook that measures micro-batches gets
-    gathered gradients, so it may have state even if each rank holds only rows. It cannot work with
-    synchronized batch normalization.
+    gathered gradients, so it may have state even if each rank holds only some rows of the weights.
+    It cannot work with synchronized batch normalization.
 
     Raises:
         ConfigError: A hook does not work. The message names it.

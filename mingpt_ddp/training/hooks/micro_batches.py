@@ -10,15 +10,16 @@ from torch import Tensor, nn
 from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.errors import CodeError
 
-# What the method `micro_batch` of a hook has returned, as numbers and nested lists by name.
+# The measurements of one micro-batch, from the method `micro_batch` of a hook: numbers and nested
+# lists by name.
 Measured = dict[str, Any]
 
 
 class OwnGradients:
     """Holds the gradients of a single backward pass.
 
-    It only watches. Autograd adds up the gradients of several passes in the same order as usual, so
-    the sums keep the same bits.
+    It reads the gradients without changing them. Autograd still adds up the gradients of several
+    passes in the usual order, so the sums have the same bits as without this class.
     """
 
     def __init__(self, strategy: Strategy, model: nn.Module) -> None:

@@ -45,7 +45,7 @@ class Hooks:
                     hook(*copy.deepcopy(values))
             except (Exception, SystemExit) as error:
                 self._failed.add(name)  # a hook that fails must not end the training
-                log.warning("a hook of @on(%r) is not called again: %s", event, error)
+                log.warning("a hook of @on(%r) failed and is not called again: %s", event, error)
             self.group.set_activity(before["activity"], before["waiting"])
 
 

@@ -1,1 +1,1 @@
-"""When a run saves, what it has lost, and how it resumes."""
+"""Save snapshots of a run on a schedule, and resume the run from one of them."""

@@ -80,9 +80,9 @@ def check_state_size(task: Task) -> None:
     limit = MAX_STATE_BYTES - PROGRESS_BYTES
     check(
         size <= limit,
-        f"{STATE} would begin with {size:,} bytes, but no snapshot with more than {limit:,} bytes "
-        "could be read again; it holds the configuration and the tokenizer: make one of them "
-        "smaller",
+        f"{STATE} would have {size:,} bytes at the start of the run, but a snapshot with more than "
+        f"{limit:,} bytes could not be read again; it holds the configuration and the tokenizer: "
+        "make one of them smaller",
     )
 
 
@@ -160,7 +160,8 @@ class RecordedSnapshot:
     """The snapshot that a run resumes from, without its tensors."""
 
     step: int
-    state: dict[str, Any]  # content of state.json; only the values of the properties are checked
+    # Content of state.json. It is untrusted, except for the values that the properties below read.
+    state: dict[str, Any]
 
     @property
     def batch_size(self) -> int:
@@ -260,13 +261,15 @@ def _recorded_settings(step: int, state: Any, config: Config) -> dict[str, Any]:
     """
     # The keys of ddp may differ between versions, and do not matter here.
     recorded = {**without_unknown(state["config"]), "ddp": config.to_dict()["ddp"]}
-    # The schedule does not matter either. It may be one of the user's code, which is missing now.
+    # The schedule does not matter either. The user's code may have registered it, and this code may
+    # be missing now.
     recorded["optimizer"] = {
         **recorded["optimizer"],
         "schedule": config.optimizer.schedule,
         "schedule_settings": config.optimizer.schedule_settings,
     }
-    # If the model or optimizer is not registered, it differs from the one of this run anyway.
+    # A recorded model or optimizer may not be registered any more. Then it differs from this run's
+    # model or optimizer, and `check_state` finds the difference without the defaults, too.
     with contextlib.suppress(NotRegisteredError):
         recorded = from_mapping(recorded).to_dict()  # adds the defaults of newer keys
     micro_batch_size = state["micro_batch_size"]

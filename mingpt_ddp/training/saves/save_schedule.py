@@ -2,11 +2,12 @@
 
 All times are in seconds.
 
-The model: failures are a Poisson process, with one failure in `mtbf_s` (snapshot.mtbf_hours) on
-average, also during restarts. Training runs for an interval, waits `cost_s` for a snapshot, and
-continues. A failure loses all training since the start of the last durable snapshot. The best
-interval depends neither on the time until a snapshot is durable, nor on the duration of a restart:
-benchmarks/availability.py has the formula. The CPU time of the threads that save is not measured.
+The interval between snapshots is computed from these assumptions. Failures are a Poisson process,
+with one failure in `mtbf_s` (snapshot.mtbf_hours) on average, also during restarts. Training runs
+for an interval, waits `cost_s` for a snapshot, and continues. A failure loses all training since
+the start of the last durable snapshot. Then the best interval depends neither on the time until a
+snapshot is durable, nor on the duration of a restart: benchmarks/availability.py has the formula.
+The CPU time of the threads that save is not measured.
 """
 
 import contextlib
@@ -96,7 +97,8 @@ class SaveSchedule:
         self._interval_stall_s = 0.0  # time in this interval for which training waited
         # Step of the last snapshot whose cost has been recorded.
         self._cost_recorded_step: int | None = None
-        self._counted_until = time.perf_counter()  # the time up to here is in the train state
+        # The train state contains the time until this moment.
+        self._counted_until = time.perf_counter()
         self._is_pending = False  # True if a snapshot is due, but could not begin yet
 
     def begin(self) -> None:
@@ -150,7 +152,8 @@ class SaveSchedule:
         """
         step = self.state.step
         keep_every = self.snapshot.keep_every
-        # A milestone must be saved at exactly this step, so wait for the save in progress.
+        # A snapshot of snapshot.keep_every must be of exactly this step. So wait for the save in
+        # progress instead of saving at a later step.
         if keep_every and step % keep_every == 0:
             self.save()
             return
@@ -159,8 +162,8 @@ class SaveSchedule:
         if not self._is_pending:
             return
         until = self.manager.quick_deadline
-        # After the deadline `wait` only asks whether the save has finished. `_stall` would wait for
-        # the GPU, which is not worth it then.
+        # After the deadline, `wait` does not wait for the save, and only says whether it has
+        # finished. So there is no stall to measure, and `_stall` would wait for the GPU in vain.
         waits = time.monotonic() < until
         with self._stall() if waits else contextlib.nullcontext():
             can_start = self.manager.wait(until=until)

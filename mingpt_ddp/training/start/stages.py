@@ -177,7 +177,8 @@ def _check_same_config(config: Config, runtime: Runtime) -> None:
         for rank, other in enumerate(configs):
             if differences := difference(configs[0], other):
                 raise ConfigError(
-                    f"rank {rank} has another configuration than rank 0: {'; '.join(differences)}"
+                    f"rank {rank} has another configuration than rank 0: "
+                    f"{', '.join(differences)}; start all ranks with the same settings"
                 )
 
     runtime.group.check_agreement(values, refuse)
@@ -310,7 +311,7 @@ def resume(
 
 
 def _record_last_evaluation(length: RunLength, end: HistoryEnd | None, group: ProcessGroup) -> None:
-    """Take the evaluation of this step from metrics.jsonl, if only the snapshot lacks it.
+    """Take the evaluation of this step from metrics.jsonl, if it is there but not in the snapshot.
 
     This happens if a signal came between the last step and its evaluation. The next start then
     evaluated the step, but had no reason to save it again. A collective.
@@ -412,7 +413,7 @@ def record_attempt(run: Run, history: History, times: StartTimes) -> None:
 
 
 def open_trackers(run: Run) -> list[Sender]:
-    """Open the trackers of a run. Return a sender for each of them, or [] on other ranks than zero.
+    """Open the trackers of a run. Return a sender for each, or [] on ranks other than zero.
 
     A run keeps its id at the trackers as long as it has its own snapshots.
     """

@@ -31,9 +31,10 @@ from mingpt_ddp.training.trainable import Run
 
 log = logging.getLogger(__name__)
 
-# Load average for each core from which on a machine counts as busy. A run alone causes about 1.
+# If the load average per core is at least this high, other programs keep the machine busy. A run
+# alone causes a load of about 1 per core.
 BUSY_LOAD = 1.5
-MAX_CELL_LENGTH = 100  # longer values in a table are cut off, in characters
+MAX_CELL_LENGTH = 100  # maximal length of a value in a table, in characters; the rest is cut off
 NEW_RUN_ADVICE = "choose another run.name to train a new run with the current code"
 METRICS_BYTES_PER_LINE = 250  # typical length of a line of metrics.jsonl
 
@@ -106,12 +107,12 @@ def log_load(load: float, cores: int) -> None:
 
 def full_metrics_warning(log_every: int, steps: int) -> str | None:
     """Return a warning if metrics.jsonl has no room for the metrics of all steps."""
-    most = MAX_BYTES // METRICS_BYTES_PER_LINE * log_every
-    if steps <= most:
+    full_at = MAX_BYTES // METRICS_BYTES_PER_LINE * log_every
+    if steps <= full_at:
         return None
     return (
-        f"{METRICS} will be full at about step {most}, since it is limited to {MAX_BYTES:,} bytes; "
-        "raise trainer.log_every"
+        f"{METRICS} will be full at about step {full_at}, since it is limited to {MAX_BYTES:,} "
+        "bytes; raise trainer.log_every"
     )
 
 
@@ -137,7 +138,9 @@ def log_code(code: dict[str, Any], resumed: dict[str, Any], step: int) -> None:
 
 
 def warn_of_edited_code(code: dict[str, Any]) -> bool:
-    """Warn if a user's file has been edited since the run was complete. Return True if so.
+    """Warn if files of the user have been edited since the run was complete.
+
+    Return True if there are such files.
 
     Args:
         code: The record of the code that has trained the run.

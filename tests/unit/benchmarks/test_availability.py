@@ -1,4 +1,7 @@
-"""Goodput: by hand, against a simulation, and no interval beats Young's."""
+"""The goodput formula agrees with values worked out by hand and with a simulation.
+
+Young's save interval is within 0.2% of the best one.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,13 @@ def goodput():
 def simulate(
     interval: float, cost: float, durable: float, restart: float, mtbf: float, failures: int
 ) -> float:
-    """Simulate one attempt after another, snapshot by snapshot."""
+    """Simulate attempts that each end in a failure. Return the share of the time that was kept."""
     random_times = random.Random(0)
     lasting = total = 0.0
     for _ in range(failures):
         life = random_times.expovariate(1 / mtbf)
         total += life
-        start = restart + interval  # of the next snapshot
+        start = restart + interval  # when the next snapshot starts
         while start + durable <= life:
             lasting += interval
             start += cost + interval
@@ -42,8 +45,10 @@ def test_no_interval_is_better_than_the_formula(goodput, cost, mtbf, factor):
 
 
 def test_goodput_by_hand(goodput):
-    """T = 90, C = 10, M = 100; then durable 20 after the stall, and a restart of 30; then without
-    failures, and without time between them.
+    """The first case saves every 90 s with a stall of 10 s, and fails every 100 s on average.
+
+    In the second, a snapshot is durable 20 s after the stall, and a restart takes 30 s. The
+    last two never fail, and fail all the time.
     """
     assert goodput(90, 10, 10, 0, 100) == pytest.approx(0.9 / (math.e - 1))
     assert goodput(90, 10, 30, 30, 100) == pytest.approx(0.9 / (math.e - 1) * math.exp(-0.5))
@@ -54,14 +59,14 @@ def test_goodput_by_hand(goodput):
 @pytest.mark.parametrize(
     ("interval", "cost", "durable", "restart", "mtbf"),
     [
-        (300, 20, 20, 60, 2000),  # synchronous
-        (100, 2, 30, 60, 2000),  # in the background
-        (30, 2, 30, 60, 2000),  # one snapshot after another
+        (300, 20, 20, 60, 2000),  # synchronous saves
+        (100, 2, 30, 60, 2000),  # saves in the background
+        (30, 2, 30, 60, 2000),  # always a save in progress
         (400, 50, 300, 500, 1000),  # failures during most restarts and stalls
         (100, 0, 0, 0, 1000),
     ],
 )
-def test_goodput_equals_that_of_a_simulation(goodput, interval, cost, durable, restart, mtbf):
+def test_goodput_agrees_with_a_simulation(goodput, interval, cost, durable, restart, mtbf):
     found = simulate(interval, cost, durable, restart, mtbf, failures=40_000)
     assert found == pytest.approx(goodput(interval, cost, durable, restart, mtbf), abs=0.005)
 

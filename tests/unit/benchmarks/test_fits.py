@@ -1,4 +1,7 @@
-"""The laws and limits that benchmarks/scaling.py draws, and how many steps fit into a time."""
+"""The fitted power laws and lower bounds that benchmarks/scaling.py draws.
+
+Also the number of steps that fit into a given time.
+"""
 
 import math
 

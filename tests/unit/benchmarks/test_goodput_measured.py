@@ -1,4 +1,7 @@
-"""The yardstick of goodput by stopwatch: the steps of a log with no save in progress."""
+"""Measured goodput is relative to undisturbed steps: steps during which no save is in progress.
+
+These tests read them from logs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ def goodput() -> Iterator[ModuleType]:
 
 
 def log_of(*events: tuple[float, str]) -> str:
-    """Return a log; times are in seconds of a minute."""
+    """Return a log. The time of each event is in seconds after the full minute."""
     lines = [f"2026-01-01 00:00:{time:06.3f} INFO {text}" for time, text in events]
     return "\n".join(line.replace(".", ",", 1) for line in lines)
 
@@ -25,15 +28,15 @@ def steps(first: int, count: int, since: float, step_s: float) -> list[tuple[flo
     return [(since + i * step_s, f"step {first + i}/99: loss 1.0") for i in range(count)]
 
 
-def test_steps_beside_a_save_and_the_first_ones_do_not_count(goodput):
+def test_steps_during_a_save_and_the_first_steps_do_not_count(goodput):
     text = log_of(
         (0.0, "run outputs/a"),
-        *steps(1, 30, 1.0, 0.1),  # until 3.9
+        *steps(1, 30, 1.0, 0.1),  # ends at 3.9 s
         (3.95, "the next snapshot is due in 9.0 s"),
         *steps(31, 2, 4.5, 0.5),
         (5.1, "snapshot of step 30 committed to outputs/a/snapshots"),
-        *steps(33, 2, 5.2, 0.2),  # the first is a part of the save
-        (5.5, "run outputs/a"),  # killed before it resumed
+        *steps(33, 2, 5.2, 0.2),  # the first one began during the save
+        (5.5, "run outputs/a"),  # this attempt is killed before it resumes
         (6.0, "run outputs/a"),
         (6.1, "resuming from the snapshot of step 30 of 99"),
         *steps(31, 22, 7.0, 0.4),
@@ -46,7 +49,7 @@ def test_steps_beside_a_save_and_the_first_ones_do_not_count(goodput):
     assert goodput.undisturbed_s([first, second]) == pytest.approx(kept)
 
 
-def test_a_short_attempt_has_the_pace_of_another(goodput):
+def test_a_short_attempt_is_assumed_to_run_at_the_pace_of_a_long_one(goodput):
     long = goodput.Attempt(resumed=0, step=50, quiet_s=[0.5])
     short = goodput.Attempt(resumed=40, step=45)
     assert goodput.undisturbed_s([long, short]) == 22.5

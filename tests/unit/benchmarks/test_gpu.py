@@ -1,4 +1,8 @@
-"""The GPU script without a GPU: what it refuses, how it keeps to its time, what it survives."""
+"""The script for GPU measurements, without a GPU.
+
+It refuses bad arguments in one line, keeps to its time limit, and keeps the figures that it has
+when a measurement fails.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +34,8 @@ def part(benchmarks, tmp_path):
     )
 
 
-def test_the_wheels_to_bring_along_are_what_is_required(benchmarks):
-    """All but torch, which is there."""
+def test_the_wheels_to_bring_along_are_the_requirements(benchmarks):
+    """torch is left out, since the machine has it."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     required = setup["options"]["install_requires"].split()
@@ -62,7 +66,7 @@ def test_a_failure_or_the_end_of_the_time_keeps_the_other_figures(part):
 
 
 def test_a_measurement_is_kept(benchmarks, part, tmp_path):
-    """For the next call, of the same device; what failed is measured again."""
+    """The next call on the same device reuses it. A failed measurement is repeated."""
     path = tmp_path / "kept.json"
 
     def next_call(device):
@@ -88,7 +92,7 @@ def test_only_complete_pairs_are_compared(benchmarks):
 
 
 def test_the_time_to_a_loss(benchmarks):
-    """A run without time has not missed the loss."""
+    """A run that was stopped early has not failed to reach the loss."""
     losses = [(5.0, 0, 4.2), (9.0, 50, 1.6), (12.0, 100, 1.46), (15.0, 150, 1.5)]
     descent = benchmarks.gpu_runs.Descent(losses, 6.0)
     assert (descent.best, descent.seconds_to(1.47), descent.seconds_to(1.4)) == (1.46, 12.0, None)
@@ -108,7 +112,10 @@ def test_only_permitted_waits_pass(benchmarks, part, monkeypatch):
 
 
 def test_every_test_is_in_one_phase(benchmarks):
-    """`two_parts and bf16` is as in `-k`: words are parts of names."""
+    """A phase such as `two_parts and bf16` is an expression for pytest's `-k`.
+
+    A word matches any test whose name contains it.
+    """
     names = [
         "test_a_run_in_two_parts_equals_the_whole[bf16-true]",
         "test_sample_on_a_gpu[auto]",
@@ -125,7 +132,7 @@ def test_every_test_is_in_one_phase(benchmarks):
 
 
 def test_a_wait_is_counted_where_the_package_waits(benchmarks):
-    """In the innermost function of the package, not in torch, nor in a comprehension."""
+    """The place is the innermost function of the package: not torch, and not a comprehension."""
     waits = benchmarks.gpu_waits
     source = (
         "import warnings\n"

@@ -1,4 +1,7 @@
-"""The stopwatch: which steps it times, whose time and memory it counts, what it kills."""
+"""The stopwatch times a span of a trainer's steps from outside.
+
+It counts the CPU time and memory of the trainer's workers too, and kills all of them at the end.
+"""
 
 import sys
 

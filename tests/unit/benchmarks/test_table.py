@@ -1,4 +1,4 @@
-"""Both pages of figures show what the result files hold."""
+"""The two pages of figures agree with the recorded result files."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The benchmarks' commands name existing keys and presets of this project, and the right ones."""
+"""The commands that the benchmarks run use existing keys and presets, and the intended ones."""
 
 import sys
 

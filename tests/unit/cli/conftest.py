@@ -1,4 +1,4 @@
-"""The tool of snapshots and the run directories that it is called for."""
+"""Fixtures for the snapshots command: run directories, and a function that calls the command."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mingpt_ddp.cli.commands import snapshots as tool
 
 @pytest.fixture(params=["file", "memory"])
 def run(request, tmp_path):
-    """The URL of a run directory."""
+    """Return the URL of a run directory."""
     return str(tmp_path / "run") if request.param == "file" else f"memory://{uuid.uuid4().hex}"
 
 

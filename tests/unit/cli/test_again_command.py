@@ -1,4 +1,4 @@
-"""The again command: what configuration it trains, and what it refuses."""
+"""The again command trains a recorded configuration with changes. It refuses other directories."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mingpt_ddp.errors import ConfigError
 
 
 def recorded(root: Path, *overrides: str, name: str = "run", **changes: Any) -> str:
-    """Write the configuration that a run would record; return its directory."""
+    """Write the configuration that a run would record. Return the run directory."""
     values = configure(*overrides)
     for key, value in changes.items():
         group, _, key = key.partition("__")
@@ -57,7 +57,7 @@ def test_it_is_the_recorded_configuration(experiment, tmp_path):
 
 
 def test_a_mapping_is_taken_literally(tmp_path):
-    """Even if Hydra would replace a part of it by an environment variable."""
+    """A value that looks like an interpolation is not replaced by an environment variable."""
     paths = {"wiki": "my wiki.txt", "odd": "${oc.env:HOME},{a: 'b\"}"}
     assert composed(recorded(tmp_path, data__val_paths=paths))["data"]["val_paths"] == paths
 
@@ -69,7 +69,10 @@ def test_a_mapping_is_taken_literally(tmp_path):
         (["trainer.max_steps=99"], True),
         (["trainer.log_every=7"], True),
         (["optimizer.lr=1e-3"], True),  # the recorded value
-        (["optimizer.weight_decay=0.1"], True),  # its default, which an earlier version left out
+        (
+            ["optimizer.weight_decay=0.1"],
+            True,
+        ),  # the default, which an earlier version did not record
         (["optimizer.weight_decay=0.2"], False),
         (["optimizer.lr=2e-3"], False),
         (["run.seed=4"], False),
@@ -77,7 +80,7 @@ def test_a_mapping_is_taken_literally(tmp_path):
         (["model=gpt_nano"], False),
     ],
 )
-def test_the_run_goes_on_unless_its_numbers_change(words, goes_on, tmp_path):
+def test_the_run_continues_unless_a_change_affects_its_results(words, goes_on, tmp_path):
     run = recorded(tmp_path, "optimizer.lr=1e-3", name="sweep/lr=1", run__name="sweep/lr=1")
     values = yaml.safe_load(Path(run, "config.yaml").read_text())
     del values["optimizer"]["weight_decay"]
@@ -87,15 +90,15 @@ def test_the_run_goes_on_unless_its_numbers_change(words, goes_on, tmp_path):
     assert config["run"]["name"] == ("sweep/lr=1" if goes_on else None)
 
 
-def test_a_typed_value_counts_as_hydra_reads_it(tmp_path):
-    """As on the line that a report prints for a run from weights at a URL."""
+def test_command_line_values_are_compared_as_hydra_parses_them(tmp_path):
+    """A report prints such a line for a run that starts from weights at a URL."""
     run = recorded(tmp_path, run__init_from="s3://weights/a b")
     same = ['run.init_from="s3://weights/a b"', "optimizer.betas=[0.9,0.99]", "model.bias=False"]
     assert composed(run, *same)["run"]["name"] == "run"
     assert composed(run, *same, "optimizer.betas=[0.9,0.98]")["run"]["name"] is None
 
 
-def test_a_typed_preset_replaces_the_recorded_group(tmp_path):
+def test_a_preset_from_the_command_line_replaces_the_recorded_group(tmp_path):
     run = recorded(tmp_path, "tracker.project=old", "ddp.backend=nccl", "trainer.log_every=7")
     config = composed(run, "tracker=mlflow", "ddp=gloo", "trainer=default")
     assert (config["tracker"]["mlflow"], config["tracker"]["project"]) == (True, "mingpt_ddp")
@@ -110,7 +113,9 @@ def test_one_limit_and_one_batch_size(tmp_path):
     assert composed(run, "trainer.batch_size_per_rank=4")["trainer"]["batch_size_per_rank"] == 4
 
 
-def test_what_a_stranger_could_misuse_is_left_out_unless_it_is_typed(tmp_path, capsys):
+def test_keys_that_a_stranger_could_misuse_are_dropped_unless_given_on_the_command_line(
+    tmp_path, capsys
+):
     theirs = {
         "snapshot__path": "s3://theirs/x",
         "run__resume": "http://theirs/y",
@@ -130,14 +135,14 @@ def test_what_a_stranger_could_misuse_is_left_out_unless_it_is_typed(tmp_path, c
     assert composed(run, *words)["snapshot"]["path"] == "s3://mine/x"
 
 
-def test_a_date_that_somebody_has_typed_is_a_text(tmp_path):
+def test_a_recorded_date_is_read_as_text(tmp_path):
     run = recorded(tmp_path, data__name=datetime.date(2020, 1, 1))
     assert composed(run)["data"]["name"] == "2020-01-01"
 
 
 @pytest.mark.parametrize(("recorded_keys", "format"), [({}, "text"), ({"format": "auto"}, "auto")])
-def test_a_text_is_read_as_by_the_version_that_has_recorded_it(recorded_keys, format, tmp_path):
-    """Versions without data.format read JSON Lines as text, and read files that are skipped now."""
+def test_a_text_is_read_as_the_recording_version_read_it(recorded_keys, format, tmp_path):
+    """Versions without data.format read JSON Lines as text, and files that are now skipped."""
     values = configure("run.name=run")
     del values["data"]["format"]
     values["data"] |= recorded_keys
@@ -159,8 +164,8 @@ class LSTM:
 """
 
 
-def test_code_of_yours_is_typed(tmp_path):
-    """The command line has its preset or its key. Otherwise one line names all words to add."""
+def test_user_code_must_be_named_on_the_command_line(tmp_path):
+    """Either its preset or its `code` key will do. Otherwise one line names all words to add."""
     (tmp_path / "mine" / "model").mkdir(parents=True)
     (tmp_path / "mine" / "mine.py").write_text(CODE)
     (tmp_path / "mine" / "model" / "lstm.yaml").write_text("architecture: lstm\ncode: mine.py\n")

@@ -1,4 +1,4 @@
-"""The functions of `import mingpt_ddp`, apart from training itself: tests/e2e/test_api.py."""
+"""The functions of `import mingpt_ddp`. tests/e2e/test_api.py covers training."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_generated_text_depends_on_the_seed_alone():
             ConfigError,
             "not {'a': 1}: sweep([",
         ),
-        # of the process that trains
+        # errors of the training process
         (lambda: mingpt_ddp.train(["data.path=nowhere"]), DataError, "there is no such file"),
         (
             lambda: mingpt_ddp.train(["optimizer.lr=1,2"]),
@@ -119,8 +119,8 @@ def test_generated_text_depends_on_the_seed_alone():
         ),
     ],
 )
-def test_an_error_is_one_line_that_is_raised_and_not_printed(call, kind, message, capfd):
-    """A script or a notebook shows the exception, once."""
+def test_an_error_is_raised_as_one_line_and_not_printed(call, kind, message, capfd):
+    """A script or a notebook shows the exception itself, so printing it would show it twice."""
     with pytest.raises(kind) as caught:
         call()
     assert message in str(caught.value)
@@ -177,7 +177,7 @@ def test_rows_of_the_best_setting_come_before_the_luckiest_seed(tmp_path):
         mingpt_ddp.rows(tmp_path, metric="val_los")
 
 
-# Stands for the process that trains: an interrupt asks it to save, which it never finishes.
+# Stands in for the training process. The first interrupt asks it to save, which never finishes.
 SAVES_FOR_EVER = """#!{python}
 import os, pathlib, signal, time
 signal.signal(signal.SIGINT, lambda *_: pathlib.Path("asked").touch())

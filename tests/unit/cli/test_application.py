@@ -1,4 +1,4 @@
-"""The groups in another Hydra application, and the job that trains with its configuration."""
+"""Another Hydra application can use the configuration groups, and train with what it composes."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ hydra:
 defaults:
   - mingpt_ddp
   - _self_
-note: ???  # of the application alone
+note: ???  # a key of the application
 rate: 1e-3
 optimizer:
   lr: ${rate}
 """
 
 
-def test_the_same_settings_are_the_same_run(tmp_path, monkeypatch):
-    """e2e/test_api.py trains with groups in a node of the application."""
+def test_equal_settings_give_the_same_run_name(tmp_path, monkeypatch):
+    """e2e/test_api.py trains with the groups below a node of the application's configuration."""
     (tmp_path / "app.yaml").write_text(AT_THE_TOP)
     with initialize_config_dir(str(tmp_path), **VERSION_BASE):
         cfg = compose("app", [*TINY, "trainer.device=cpu", "snapshot.every_minutes=1e-5"])
@@ -66,7 +66,7 @@ def test_the_same_settings_are_the_same_run(tmp_path, monkeypatch):
         ("run: {name: '${nothing}'}", None, "run.name: Interpolation key 'nothing' not found"),
     ],
 )
-def test_what_is_refused(tmp_path, text, node, error, monkeypatch):
+def test_incomplete_groups_and_unknown_keys_are_refused(tmp_path, text, node, error, monkeypatch):
     cfg = OmegaConf.create(text)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refused:
@@ -75,8 +75,8 @@ def test_what_is_refused(tmp_path, text, node, error, monkeypatch):
     assert not [*tmp_path.iterdir()]
 
 
-def test_other_applications_see_nothing():
-    """Hydra imports the plugins of all packages at every start."""
+def test_other_hydra_applications_do_not_import_the_package():
+    """Hydra imports the plugins of all installed packages at every start."""
     script = """
 import sys
 from hydra.core.config_store import ConfigStore

@@ -1,4 +1,4 @@
-"""The arguments of all commands: positional URLs, then key=value, --key value or --key=value."""
+"""How all commands parse arguments: positional URLs, and key=value, --key value or --key=value."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_an_error_is_one_line(args, expected):
     assert str(error.value) == f"config error: {expected}"
 
 
-# tests/unit/config/test_config.py has all the forms of a URL with a secret.
+# tests/unit/config/test_config.py covers every form in which a URL can hold a secret.
 URLS_WITH_SECRETS = [
     "s3://name:hunter2@bucket/run",
     "ftp://name:a hunter2@host/run",
@@ -127,7 +127,7 @@ def test_credentials_are_refused_and_not_printed(args, url, config):
 
 @pytest.mark.parametrize("launched", [False, True])
 def test_a_rank_of_a_launcher_leaves_before_threads_of_torch_could_abort(launched):
-    """Its interpreter does not shut down; what it has printed is there."""
+    """It exits without shutting down the interpreter. Its output is complete nevertheless."""
     program = "import atexit, runpy, sys; atexit.register(print, 'shut down'); "
     program += "sys.argv = ['-m', 'snapshots', 'list', sys.argv[1]]; "
     program += "runpy.run_module('mingpt_ddp', run_name='__main__')"

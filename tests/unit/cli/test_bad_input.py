@@ -1,7 +1,7 @@
-"""Bad input gives one line that says what to fix, exit code 2, and nothing is written.
+"""Bad input gives one line that says what to fix and exit code 2, and nothing is written.
 
 The cases run in one process, from the entry point of the program to `os._exit`
-(`tests/one_process.py`); contract/ has others as users launch them, alone and under torchrun.
+(`tests/one_process.py`). tests/contract/ launches some as users do, also under torchrun.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from launching import (
 )
 from torch.distributed import is_mpi_available
 
-# Files with user code, each named by a model of the same name.
+# Files with user code. A model preset of the same name uses each of them.
 CODE = {
     "good": """from dataclasses import dataclass
 import torch
@@ -90,12 +90,12 @@ class Outcome:
     code: int
     lines: list[str]
     text: str
-    written: set[str]  # names in the working directory that were not there before
+    written: set[str]  # names of new files in the working directory
 
 
 @pytest.fixture(scope="module")
 def program():
-    """Return a function that runs the program in the process of all cases: `program(args, cwd)`."""
+    """Return a function `program(args, cwd)`. It runs all cases in one shared process."""
     # Optuna's plots, not ours
     fonts = os.environ.get("MPLCONFIGDIR", str(Path.home() / ".cache" / "matplotlib"))
     env = environment(ROOT, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="", MPLCONFIGDIR=fonts)
@@ -107,7 +107,7 @@ def program():
     def run(args: list[str], cwd: Path, **env: str) -> Outcome:
         before = set(os.listdir(cwd))
         output = cwd.parent / f"{cwd.name}.output"
-        # a refused configuration leaves no cache of its text
+        # The cache is inside cwd, so that a cache left by a refused configuration is noticed.
         env = {"XDG_CACHE_HOME": str(cwd / "cache"), **env}
         case = {"args": args, "cwd": str(cwd), "env": env, "output": str(output)}
         server.stdin.write(json.dumps(case) + "\n")
@@ -125,7 +125,7 @@ def program():
 
 
 def run_alone(args: list[str], cwd: Path) -> Outcome:
-    """Run the program in a process of its own, as users do."""
+    """Run the program in a new process, as users do."""
     before = set(os.listdir(cwd))
     env = {"XDG_CACHE_HOME": str(cwd / "cache"), "CUDA_VISIBLE_DEVICES": ""}
     done = call([*python_main(), *args], cwd, **env)
@@ -135,12 +135,12 @@ def run_alone(args: list[str], cwd: Path) -> Outcome:
 
 @pytest.fixture
 def cwd(tmp_path):
-    """A working directory with valid and invalid texts."""
+    """Create a working directory with valid and invalid texts, and return it."""
     directory = tmp_path / "cwd"
     (directory / "extra" / "experiment").mkdir(parents=True)
     (directory / "extra" / "experiment" / "broken.yaml").write_text("trainer: [1\n")
     (directory / "extra" / "experiment" / "number.yaml").write_text("7\n")
-    # OmegaConf 2.4 reads YAML in C, whose stack ends between 10,000 and 30,000 levels
+    # OmegaConf 2.4 parses YAML in C. The C stack overflows between 10,000 and 30,000 levels.
     (directory / "extra" / "experiment" / "deep.yaml").write_text("[" * 10_000 + "]" * 10_000)
     (directory / "own" / "model").mkdir(parents=True)
     for name, code in CODE.items():
@@ -185,11 +185,11 @@ needs_no_trackio = pytest.mark.skipif(
 )
 needs_no_mpi = pytest.mark.skipif(is_mpi_available(), reason="this torch has MPI")
 
-# Command lines whose error depends on this machine, or that are too long for a line of a file
+# Command lines whose error depends on this machine, or that are too long for a line of the file
 SPECIAL = [
     pytest.param(
         "ddp=mpi",
-        "config error: ddp.backend=mpi, but this torch is built without MPI",
+        "config error: ddp.backend=mpi does not work, because this torch is built without MPI",
         marks=needs_no_mpi,
     ),
     pytest.param(
@@ -221,7 +221,7 @@ SPECIAL = [
 
 
 def read_cases() -> list[tuple[str, str]]:
-    """Return the command lines of tests/data/bad_input.txt, each with its error."""
+    """Read the command lines of tests/data/bad_input.txt, each with its expected error."""
     text = (ROOT / "tests" / "data" / "bad_input.txt").read_text()
     text = text.replace("$TOY", WITH_TOY).replace("$DIGITS", WITH_DIGITS).replace("$SHA", "0" * 64)
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
@@ -392,7 +392,7 @@ def test_credentials_are_refused_and_not_printed(key, url, program, cwd):
     assert "hunter2" not in outcome.text
 
 
-# The environment variables of a launcher
+# The environment variables that a launcher sets for rank zero
 FIRST_OF = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
 PLACES = [
     ("", {"RANK": "0"}, "config error: "),
@@ -405,7 +405,7 @@ PLACES = [
         {**FIRST_OF, "WORLD_SIZE": "3"},
         "config error: RANK=0 and ddp.nproc_per_node=4 need WORLD_SIZE=4 or more",
     ),
-    (  # one of the jobs would start workers: no job starts
+    (  # one of the jobs would start workers, so no job starts
         "-m ddp.nproc_per_node=null,2",
         {**FIRST_OF, "WORLD_SIZE": "1"},
         "config error: ddp.nproc_per_node cannot start workers for a sweep if RANK is set; leave",
@@ -437,7 +437,7 @@ def test_hydra_info_prints_the_configuration(program, cwd):
         ("file", ".hydra"),
     ],
 )
-def test_a_path_of_another_kind_instead_of_a_file(kind, name, cwd):
+def test_a_directory_or_special_file_where_a_file_is_expected(kind, name, cwd):
     run = cwd / "outputs" / "x"
     run.mkdir(parents=True)
     make = {"pipe": os.mkfifo, "directory": os.mkdir, "file": Path.touch}[kind]
@@ -457,7 +457,7 @@ def test_pipes_in_the_place_of_files_that_are_replaced(cwd):
 
 
 def test_a_sweep_is_not_mixed_with_a_run(program, cwd):
-    """In a run's directory it would list that run among its jobs, and a run in a sweep's too."""
+    """A sweep in a run's directory would list that run among its jobs. So would the reverse."""
     run, sweep = cwd / "outputs" / "run", cwd / "outputs" / "sweep"
     for file in (run / "result.json", sweep / "sweep.json"):
         file.parent.mkdir(parents=True)
@@ -474,7 +474,7 @@ def test_a_sweep_is_not_mixed_with_a_run(program, cwd):
 
 @pytest.mark.parametrize("name", ["multirun.yaml", "failures.jsonl"])
 def test_a_link_where_a_sweep_writes_is_refused(name, program, cwd):
-    """In a stranger's directory it could lead to any file."""
+    """In a directory from a stranger, such a link could point to any file."""
     sweep = cwd / "outputs" / "sweep"
     sweep.mkdir(parents=True)
     precious = cwd / "precious"

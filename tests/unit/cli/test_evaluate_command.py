@@ -1,4 +1,4 @@
-"""The evaluate command on small snapshots: which text it measures, and what it refuses."""
+"""The evaluate command on small snapshots: which text it uses, and which runs it refuses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = ["model=gpt_nano", "model.n_layer=2", "model.n_embd=12", "data.block_siz
 
 @pytest.fixture
 def call(tmp_path, monkeypatch, capsys):
-    """Return a function that calls the command in a directory with a.txt."""
+    """Return a function that calls the command in a directory that contains a.txt."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     Path("a.txt").write_text(TEXT)
@@ -31,7 +31,7 @@ def call(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def measure(call):
-    """Return a function that returns the metrics of each run."""
+    """Return a function that evaluates runs. It returns the metrics of each."""
 
     def measure(*words: str) -> list[dict[str, Any]]:
         code, out, err = call(*words)
@@ -43,7 +43,7 @@ def measure(call):
 
 
 def recorded(name: str, step: int, *overrides: str, sha256: str = SHA256, **state: Any) -> str:
-    """Write a run with the weights of a step, and this configuration."""
+    """Write a run with this configuration and a snapshot of this step."""
     config = configure(*SMALL, "data.path=a.txt", *overrides)
     text = {"sha256": sha256, "length": len(TEXT)}
     filled(name, model_snapshot(step, **{"config": config, "text": text, **state}))
@@ -78,7 +78,7 @@ def test_runs_of_different_tasks_are_refused(call, measure):
     expected = "of digits cannot be evaluated: task.name=classification cannot be compared with"
     assert expected in refusal(call("text", "digits"))
     older = configure(*SMALL, "data.path=a.txt")
-    del older["task"]  # of a run of an earlier version
+    del older["task"]  # earlier versions did not record this group
     recorded("older", 4, config=older)
     first, second = measure("text", "older")
     assert first["loss"] == second["loss"]

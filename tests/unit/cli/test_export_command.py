@@ -1,4 +1,4 @@
-"""python -m mingpt_ddp snapshots export: the files, their atomic write, the model card."""
+"""`mingpt-ddp snapshots export`: the exported files, their atomic write, and the model card."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_step(run, call, tmp_path):
 
 
 def test_the_best(run, call, tmp_path):
-    """It is step 4 in all of them."""
+    """The best snapshot is that of step 4, whichever steps are stored."""
     store = filled(run, 2, 4, 8)
     assert call("export", run, f"to={tmp_path}/a", "step=best")[1].startswith("step 4 is in")
     assert call("export", run, f"to={tmp_path}/b", "--step", "newest")[1].startswith("step 8 is in")
@@ -83,7 +83,7 @@ def test_nothing_is_overwritten_and_no_partial_file_stays(run, call, tmp_path):
     before = sorted(tmp_path.iterdir())
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # as a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # simulates a full disk
     try:
         code, _, err = call("export", run, f"to={tmp_path}/new")
     finally:
@@ -97,7 +97,7 @@ def test_nothing_is_overwritten_and_no_partial_file_stays(run, call, tmp_path):
     "to", ["run/snapshots/step_00000099", "run/snapshots/a/b", "run/step_00000099", "elsewhere/a"]
 )
 def test_an_export_among_snapshots_is_refused(to, tmp_path, call):
-    """`list` would show it, and `prune` count it."""
+    """`list` would show the export as a snapshot, and `prune` would count it."""
     filled(str(tmp_path / "run"), 4)
     (tmp_path / "run" / "config.yaml").touch()
     commit(SnapshotStore(str(tmp_path / "elsewhere")), model_snapshot(4))
@@ -112,7 +112,7 @@ def test_an_export_among_snapshots_is_refused(to, tmp_path, call):
 
 
 @pytest.mark.parametrize("licence", ["a: b", "x\ny", "", "MIT", "a" * 51, "no"])
-def test_what_is_no_identifier_of_a_licence_is_refused(licence, tmp_path, call):
+def test_an_invalid_licence_identifier_is_refused(licence, tmp_path, call):
     filled(str(tmp_path / "run"), 4)
     code, _, err = call("export", tmp_path / "run", f"to={tmp_path}/out", f"license={licence}")
     assert code == 2 and err.startswith("config error: license=")
@@ -123,7 +123,7 @@ def test_what_is_no_identifier_of_a_licence_is_refused(licence, tmp_path, call):
 @pytest.mark.parametrize("words", [[], ["license=apache-2.0"]], ids=len)
 @pytest.mark.parametrize("form", ["safetensors", "hf"])
 def test_the_card(form, words, tmp_path, call):
-    """It says what the weights are, what they were trained on, and the licence that you choose."""
+    """The card describes the weights and the training data, and names the chosen licence."""
     filled(str(tmp_path / "run"), 4)
     assert call("export", tmp_path / "run", f"to={tmp_path}/out", f"format={form}", *words)[0] == 0
     card = (tmp_path / "out" / "README.md").read_text()
@@ -141,8 +141,8 @@ def test_the_card(form, words, tmp_path, call):
     ]
 
 
-def test_text_of_a_snapshot_stays_text_in_the_card(tmp_path, call):
-    """Neither Markdown nor the front matter reads it, and no password is shown."""
+def test_text_from_a_snapshot_is_escaped_in_the_card(tmp_path, call):
+    """Neither Markdown nor the front matter interprets it, and no password is shown."""
     honest = model_snapshot(4)
     hostile = "x\n---\nlicense: evil\n# Heading\n```\n[a](javascript:b)\u2028| c | \x1b[2J"
     hostile += " evil s3://me:secret@b/c?token=secret"

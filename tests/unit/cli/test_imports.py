@@ -1,4 +1,4 @@
-"""What the commands import: torch takes seconds, so only a command that computes imports it."""
+"""Importing torch takes seconds, so only commands that compute something import it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ except SystemExit as error:
 
 
 def heavy_imports(*args: str) -> tuple[int, list[str]]:
-    """Run `python -m ...`; return its exit code and which of HEAVY it has imported at its end."""
+    """Run `python -m ...`. Return its exit code and the HEAVY modules that it has imported."""
     command = [sys.executable, "-c", f"HEAVY = {HEAVY}{SCRIPT}", *args]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return done.returncode, done.stderr.splitlines()[-1].split()

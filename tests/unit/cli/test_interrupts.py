@@ -1,4 +1,4 @@
-"""Ctrl-C while a command is still importing its libraries, and in a script of the user."""
+"""Ctrl-C while a command is still importing its libraries, and in a script that a user wrote."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from launching import PATIENCE_S, ROOT, environment
 
-# Sends a Ctrl-C to this process as soon as it looks for a module, or has composed a configuration.
+# Sends Ctrl-C to this process as soon as it looks for the module that AT names.
 CTRL_C = """
 import os, signal, sys
 class Finder:
@@ -21,7 +21,7 @@ class Finder:
             sys.meta_path.remove(self)
             try:
                 signal.raise_signal(signal.SIGINT)
-            except KeyboardInterrupt as error:  # as libraries do that are interrupted in an import
+            except KeyboardInterrupt as error:  # some libraries turn it into an ImportError
                 raise ImportError("cannot import") from error
 sys.meta_path.insert(0, Finder())
 """
@@ -45,14 +45,16 @@ RUN = ROOT / "tests" / "data" / "format2" / "gpt-adamw" / "run"
 
 
 def interrupt(command: list[str], at: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command that gets a Ctrl-C when it imports a module."""
+    """Run a command that gets a Ctrl-C when it imports the module `at`."""
     (cwd / "site").mkdir()
     (cwd / "site" / "sitecustomize.py").write_text(CTRL_C)
     for name in ("main.py", "sample.py"):
         command = [str(ROOT / word) if word == name else word for word in command]
     words = [str(RUN) if word == "RUN" else word for word in command]
     path = os.pathsep.join([str(cwd / "site"), str(ROOT)])
-    with tempfile.TemporaryDirectory(prefix="t-") as tmpdir:  # short, as paths of sockets are
+    with tempfile.TemporaryDirectory(
+        prefix="t-"
+    ) as tmpdir:  # short, because socket paths are limited to about 100 bytes
         done = subprocess.run(
             [sys.executable, *words],
             cwd=cwd,

@@ -1,4 +1,4 @@
-"""`mingpt-ddp COMMAND`, and what `python -m` does with each module of the package."""
+"""`mingpt-ddp COMMAND` runs a command. `python -m` refuses every other module of the package."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ def python_m(*args: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_other_module_is_runnable(every):
-    """Every so many modules, in `make test-slow` each of them, by `python -m`: one line, exit code
-    2.
+    """`python -m MODULE` prints one line and exits with code 2.
+
+    Every 12th module is tried, and each one in `make test-slow`.
     """
     for name in [*sorted(OTHERS)[::every], "mingpt_ddp.training", "mingpt_ddp.nowhere"]:
         done = python_m("-m", name, "outputs/x", "step=1")
@@ -53,9 +54,9 @@ def test_no_other_module_is_runnable(every):
 
 @pytest.mark.parametrize("name", sorted({*COMMANDS} - {"train"}))
 def test_commands_run(name):
-    needs_help = name == "plan"  # it runs without arguments
+    needs_help = name == "plan"  # without arguments, this command runs
     spelled = [["-m", "mingpt_ddp", name, *["--help"] * needs_help]]
-    if name == "sample":  # other spellings, which do not depend on the name
+    if name == "sample":  # Other spellings do not depend on the command: one of them is enough.
         spelled += [["-mmingpt_ddp", name, "--help"], ["-Wignore", "-m", "mingpt_ddp", name]]
     for args in spelled:
         done = python_m(*args)
@@ -64,8 +65,9 @@ def test_commands_run(name):
 
 
 def test_a_module_name_as_an_argument(tmp_path):
-    """Only the module that `python -m` runs counts: not its arguments, and not imports while it is
-    located.
+    """The refusal is only for the module that `python -m` runs.
+
+    Its arguments, and the imports while Python locates it, do not count.
     """
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").write_text("import mingpt_ddp.registry")
@@ -100,23 +102,29 @@ MAIN = "from mingpt_ddp.cli.main import main"
         (f"{ROOT}/main.py", f"python {ROOT}/main.py", "python -m mingpt_ddp report"),
         (f"{ROOT}/sample.py", "python -m mingpt_ddp", "python -m mingpt_ddp report"),
         (f"{PACKAGE}/__main__.py", "python -m mingpt_ddp", "python -m mingpt_ddp report"),
-        ("main.py", "python -m mingpt_ddp", "python -m mingpt_ddp report"),  # of somebody else
+        (
+            "main.py",
+            "python -m mingpt_ddp",
+            "python -m mingpt_ddp report",
+        ),  # a main.py of another project
     ],
 )
-def test_commands_are_named_as_they_are_typed(program, train, report, monkeypatch, tmp_path):
+def test_messages_name_commands_as_the_user_calls_them(
+    program, train, report, monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [program])
     assert (command(), command("report")) == (train, report)
 
 
-def test_workers_name_commands_as_their_parent(monkeypatch):
+def test_workers_name_commands_as_their_parent_does(monkeypatch):
     monkeypatch.setattr(sys, "argv", [CONSOLE])
     with multiprocessing.get_context("forkserver").Pool(1) as pool:
         assert pool.apply(command) == "mingpt-ddp train"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_an_installed_command_has_no_words_of_a_checkout(name):
+def test_help_of_an_installed_command_does_not_mention_a_checkout(name):
     program = f"import sys; sys.argv[0] = {CONSOLE!r}; {MAIN}; main()"
     out = python_m("-c", program, name, "--help").stdout
     assert f"mingpt-ddp {name} " in out
@@ -139,7 +147,7 @@ def test_version(run, words):
 
 @pytest.mark.parametrize("words", [["main.py"], ["-c", f"{MAIN}; main()", "train"]], ids=len)
 def test_train_and_main_py_are_the_same(words):
-    """Hydra gets the words that follow."""
+    """Both pass the remaining words to Hydra."""
     done = python_m(*words, "model.n_head=5", "--cfg", "job", "--package", "model")
     assert (done.returncode, done.stderr) == (0, "")
     assert "n_head: 5\n" in done.stdout

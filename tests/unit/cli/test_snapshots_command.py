@@ -1,4 +1,4 @@
-"""python -m mingpt_ddp snapshots, on local directories and on object stores."""
+"""`mingpt-ddp snapshots list`, `verify` and `prune`, on local directories and object stores."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from mingpt_ddp.snapshots.write.store import SnapshotStore
 
 
 def flip_bit(store: SnapshotStore, step: int, name: str = MODEL) -> None:
-    """Flip a bit at the end of a file."""
+    """Flip a bit at the end of a file of this snapshot."""
     path = f"{directory_name(step)}/{name}"
     content = store.storage.read(path)
     store.storage.write(path, content[:-1] + bytes([content[-1] ^ 1]))
 
 
 def cells(out: str) -> dict[int, list[str]]:
-    """Return the rows of the table, by step."""
+    """Return the cells of each row of the table, by step."""
     return {int(row[0]): row[1:] for line in out.splitlines()[2:] if (row := line.split())}
 
 
@@ -57,7 +57,7 @@ def test_list_shows_all_snapshots(run, call):
 
 @pytest.mark.parametrize("run", ["file"], indirect=True)
 def test_list_reads_no_tensors(run, call):
-    """They are too large to be read."""
+    """This file claims to have 8 TiB, so reading it would never end."""
     store = filled(run, 4)
     snapshot = Path(run, "snapshots", directory_name(4))
     files = decode_manifest((snapshot / MANIFEST).read_bytes(), 4)
@@ -111,7 +111,7 @@ def test_verify_reads_every_byte(run, call):
         f"{run}/snapshots/step_0000000{step}: {word}" for step, word in expected
     ]
     flip_bit(store, 8)
-    assert cells(call("list", run)[1])[8][0] == "whole"  # its size is right
+    assert cells(call("list", run)[1])[8][0] == "whole"  # list checks sizes only
     code, out, err = call("verify", run)
     assert (
         code == 1 and "step_00000008: damaged: model.safetensors does not have the content" in out
@@ -156,8 +156,8 @@ def test_prune_keeps_milestones(run, call):
 @pytest.mark.parametrize("run", ["file"], indirect=True)
 @pytest.mark.parametrize("kind", ["path", "link"])
 def test_other_directories_are_untouched_unless_named(kind, run, call, tmp_path):
-    """A run directory may be untrusted, and so may the paths in its config.yaml and the targets of
-    its links.
+    """A run directory may come from a stranger. Then neither the paths in its config.yaml nor the
+    targets of its links are to be trusted.
     """
     victim = SnapshotStore(f"{tmp_path}/victim/run" if kind == "path" else f"{tmp_path}/victim")
     for step in (4, 8):
@@ -189,7 +189,7 @@ def test_other_directories_are_untouched_unless_named(kind, run, call, tmp_path)
 
 
 def test_prune_never_deletes_the_newest_valid_snapshot(run, call):
-    """A damaged snapshot does not count as kept, even if its sizes are right."""
+    """A damaged snapshot does not count towards those to keep, even if its sizes are right."""
     store = filled(run, 2, 6, 8, 10)
     for step in (8, 10):
         flip_bit(store, step)

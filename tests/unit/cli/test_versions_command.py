@@ -1,4 +1,4 @@
-"""`mingpt-ddp versions A B`: what is refused, which files a version has, which job counts."""
+"""`mingpt-ddp versions A B` trains with the files of each version, and checks that jobs did so."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def git(*words: str) -> str:
 
 @pytest.fixture
 def project(tmp_path, monkeypatch) -> Path:
-    """A checkout with two commits of recipe/mine.py, in which the user stands."""
+    """Create a checkout with two commits of recipe/mine.py. It is the working directory."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     project = tmp_path / "project"
     (project / "recipe").mkdir(parents=True)
@@ -100,7 +100,7 @@ def test_refused_in_one_line_before_anything_is_written(words, message, project,
     assert not (project / "outputs").exists() and not list(project.rglob("versions-*"))
 
 
-# A package that copies a run instead of training one, and notes the words and files that it gets.
+# This package copies a run instead of training one, and records its arguments and its user code.
 COPIES = """
 import json, pathlib, shutil, sys
 template, here = pathlib.Path({template!r}), pathlib.Path(__file__).parents[1]
@@ -121,7 +121,7 @@ else:
 
 @pytest.fixture
 def copied(project, tmp_path) -> Path:
-    """The run that each version of the project copies."""
+    """Create the run that each version of the project copies, and return its directory."""
     Path("mingpt_ddp").mkdir()
     Path("mingpt_ddp/__init__.py").touch()
     template = tmp_path / "template"
@@ -138,7 +138,7 @@ def copied(project, tmp_path) -> Path:
 
 @pytest.fixture
 def compare(copied, call):
-    """Return a function that compares HEAD with the code here; it returns where the runs are."""
+    """Return a function that compares HEAD with the working tree. It returns the runs' folder."""
 
     def compare(*words: str) -> Path:
         code, out, err = call("HEAD", ".", "run.seed=1", "require=same_bits", *words)
@@ -156,8 +156,10 @@ def last_line(compare, *words: str) -> str:
 
 
 def test_each_version_trains_with_its_own_files(compare, project):
-    """A commit has a directory of its own, which is reused. No filter runs as git writes it: a
-    commit that differs from its files would be written each time.
+    """Each commit is checked out into its own directory, which later calls reuse.
+
+    git runs no filters there. With a filter, the files would differ from the commit, and each
+    call would write them again.
     """
     Path(".gitattributes").write_text("*.py filter=f\n")
     git("add", ".")
@@ -168,7 +170,7 @@ def test_each_version_trains_with_its_own_files(compare, project):
     words = ["--config-dir=recipe", "-cd", "recipe", f"model.code='{project}/recipe/mine.py'"]
 
     def seen() -> list[tuple[list[str], Path, str]]:
-        """Return the words without the last three, the directory and the file of each version."""
+        """Return of each version its arguments (except the last three), directory and user code."""
         found = [json.loads(path.read_text()) for path in sorted(runs.glob("*/seen.json"))]
         return [(words[:-3], Path(where), text) for words, where, text in found]
 
@@ -184,7 +186,7 @@ def test_each_version_trains_with_its_own_files(compare, project):
     (there / "recipe" / "mine.py").write_text("x = 4\n")
     assert compare(*words, *others) == runs
     assert not (there / "left").exists()
-    git("worktree", "lock", str(there))  # as a killed git leaves it
+    git("worktree", "lock", str(there))  # a killed git leaves such a lock
     shutil.rmtree(there)
     compare(*words)
     assert (there / "recipe" / "mine.py").read_text() == "x = 2\n"
@@ -196,8 +198,8 @@ def test_files_that_change_meanwhile_are_named(compare, copied):
     assert re.match(line, last_line(compare, "--config-dir=recipe"))
 
 
-def test_a_package_that_is_imported_before_is_refused(compare, tmp_path, monkeypatch):
-    """As a hook of the interpreter does."""
+def test_a_version_that_imports_another_package_is_refused(compare, tmp_path, monkeypatch):
+    """A startup hook of the interpreter (sitecustomize) may import the package too early."""
     hook = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import mingpt_ddp"
     (tmp_path / "sitecustomize.py").write_text(hook)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -205,7 +207,7 @@ def test_a_package_that_is_imported_before_is_refused(compare, tmp_path, monkeyp
     assert last_line(compare).startswith(expected)
 
 
-def test_why_git_says_nothing_is_in_the_line(project, call, tmp_path, monkeypatch):
+def test_an_error_says_why_git_failed(project, call, tmp_path, monkeypatch):
     program = tmp_path / "git"
     program.write_text("#!/bin/sh\nexit 128\n")
     program.chmod(0o755)
@@ -221,7 +223,7 @@ def test_an_error_of_a_version_is_one_line_that_names_it(compare, copied):
     assert last_line(compare) == "version HEAD: config error: why"
 
 
-def test_another_text_is_another_comparison(compare):
+def test_a_changed_text_starts_a_new_comparison(compare):
     runs = compare()
     assert {path.name for path in runs.iterdir()} >= {"1-HEAD,run.seed=1", "2-.,run.seed=1"}
     assert compare() == runs
@@ -242,7 +244,11 @@ def test_a_second_process_of_the_same_comparison_is_refused(compare):
         ({"../lib/shared.py": "a library\n"}, {}, None),
         ({"../lib/shared.py": "edited since\n"}, {}, "../lib/shared.py"),
         ({"../lib/gone.py": "deleted since\n"}, {}, "../lib/gone.py"),
-        ({"recipe/mine.py": "x = 2\n"}, {}, "recipe/mine.py"),  # of this checkout
+        (
+            {"recipe/mine.py": "x = 2\n"},
+            {},
+            "recipe/mine.py",
+        ),  # the file of this checkout, not of HEAD
         ({}, {"package": {"sha256": "q", "commit": None}}, "mingpt_ddp"),
         ({}, {"earlier": ["12345678"]}, "but by several versions of it"),
     ],
@@ -264,8 +270,8 @@ def test_a_complete_job_counts_if_its_version_has_trained_it(files, more, named,
         assert f"was not trained by the code of HEAD ({named}): restore" in last_line(compare)
 
 
-def test_a_job_of_another_configuration_is_not_of_that_version(compare):
-    """As where a preset has been edited, and perhaps set back, between two jobs or two starts."""
+def test_a_job_with_another_configuration_does_not_count(compare):
+    """A preset may have been edited, and perhaps restored, between two jobs or two starts."""
     run = compare() / "1-HEAD,run.seed=1"
     config = json.loads((run / "config.yaml").read_text())
     file = run / ".hydra" / "config.yaml"

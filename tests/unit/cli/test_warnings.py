@@ -46,8 +46,8 @@ def test_hydra_warns_of_nothing(command, tmp_path):
     (tmp_path / "mine" / "experiment").mkdir(parents=True)
     (tmp_path / "mine" / "experiment" / "mine.yaml").write_text(MINE)
     (tmp_path / "printing.py").write_text(PRINTING)
-    # an option of Python, so that the command is not forked from a process with other filters;
-    # local ranks have the variable
+    # The option -W keeps the test from forking the command off a process that has other warning
+    # filters. Local ranks read the environment variable.
     settings = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTHONWARNINGS": "always"}
     done = call([sys.executable, "-W", "always", *command], tmp_path, **settings)
     assert done.returncode == 0, done.stdout
@@ -56,8 +56,8 @@ def test_hydra_warns_of_nothing(command, tmp_path):
     assert re.findall(theirs, done.stdout) == []
 
 
-def test_keys_of_a_sweep_without_one(tmp_path):
-    """The workers of a sweep's jobs have them too, and are single runs."""
+def test_sweep_keys_on_a_single_run_give_a_warning(tmp_path):
+    """The workers of a sweep's jobs get these keys too, but do not warn."""
     warning = "sweep.retries has no effect on a single run; add -m for a sweep"
     assert warning in call([sys.executable, MAIN, *TOY, "sweep.retries=1"], tmp_path).stdout
     words = ["-m", "sweep.retries=1", "sweep.parallel=2", "run.name=sweep", "run.seed=1,2"]

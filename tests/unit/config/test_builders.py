@@ -1,6 +1,4 @@
-"""User files: a job sees the names that its own files register, not those of other jobs of the
-sweep.
-"""
+"""A job sees the names that its own user files register, and none from other jobs of the sweep."""
 
 from __future__ import annotations
 
@@ -40,8 +38,9 @@ def directory(tmp_path):
 
 
 def known(directory, code: str | None) -> tuple[str, list[str]] | None:
-    """Return the result of the model builder, and its keys, for a configuration that names this
-    file.
+    """Run this user file. Return the result of its model builder and the builder's keys.
+
+    Return None if no model called "mine" is registered.
     """
     run_code({"model": {"code": code}}, [directory])
     if "mine" not in BUILDERS["model"]:
@@ -57,10 +56,10 @@ def test_two_files_may_register_the_same_name(directory):
 
 @pytest.mark.parametrize("group", sorted(BASES))
 def test_every_base_can_be_extended(group):
-    """The keys of the base are of any type: optimizer.schedule_settings is a mapping."""
+    """Keys of a base class can have any type: optimizer.schedule_settings is a mapping."""
     fields = [("width", int, dataclasses.field(default=1))]
     mine = dataclasses.make_dataclass("Mine", fields, bases=(BASES[group],), frozen=True)
-    register(group, "extended", mine)  # a decorator, which registers nothing yet
+    register(group, "extended", mine)  # only makes a decorator: nothing is registered
 
 
 def test_names_of_another_job_are_not_registered(directory):
@@ -71,9 +70,7 @@ def test_names_of_another_job_are_not_registered(directory):
 
 
 def test_a_builder_of_another_module(directory):
-    """A name belongs to the file that registers it, even if the builder comes from another
-    module.
-    """
+    """A name belongs to the file that registers it, even if another module defines the builder."""
     (directory / "own_parts.py").write_text(
         "def build(config, vocab_size, block_size):\n    return 'parts'\n"
     )
@@ -88,8 +85,10 @@ def test_a_builder_of_another_module(directory):
     assert known(directory, "three.py") == ("parts", ["three"])
 
 
-def test_a_file_is_looked_for_next_to_the_preset_then_the_recipe_then_on_top(tmp_path, monkeypatch):
-    """Of several directories of presets the first wins, as it does for presets."""
+def test_a_file_is_searched_next_to_the_preset_then_the_experiment_then_at_the_top(
+    tmp_path, monkeypatch
+):
+    """If several preset directories have the file, the first one wins, as it does for presets."""
     places = ("a/model", "b/model", "b/model/deep", "a/experiment", "b/experiment", "a", "b")
     for place in places:
         (tmp_path / place).mkdir(parents=True, exist_ok=True)
@@ -178,7 +177,7 @@ def _(*values):
     [('acts("gradients")', True), ('acts("evaluation")', False), ('on("step")', False)],
 )
 def test_two_hooks_of_an_event_have_two_names(decorator, is_refused, tmp_path):
-    """Every job of a sweep sees that; the file registers its hooks again for each."""
+    """Every job of a sweep detects the clash, because each one runs the file again."""
     (tmp_path / "mine.py").write_text(TWO_HOOKS.replace("DECORATOR", decorator))
     refused = (
         r"mine\.py:9: ValueError: @acts\('gradients'\) has two hooks named _; rename one of them$"
@@ -209,7 +208,7 @@ def test_a_file_that_is_not_python(content, tmp_path):
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("kind", ["pipe", "sparse", "device"])
-def test_code_that_is_no_file_of_usual_size(kind, tmp_path):
+def test_code_that_is_not_a_file_or_is_too_large(kind, tmp_path):
     path = tmp_path / "mine.py"
     if kind == "pipe":
         os.mkfifo(path)

@@ -1,4 +1,7 @@
-"""Every YAML file composes to a typed, checked configuration; its name; what is refused."""
+"""Every YAML file composes to a typed and checked configuration.
+
+Also the names of runs, and the values that are refused.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def choices(group: str) -> list[str]:
 
 
 def changed(config: Config, key: str, value: object) -> Config:
-    """Return the configuration with one value changed, validated again."""
+    """Return the configuration with one value changed. It is validated again."""
     group, name = key.split(".")
     values = config.to_dict()
     values[group][name] = value
@@ -86,7 +89,7 @@ def test_every_folder_of_conf_is_a_known_group():
 
 @pytest.mark.integration
 def test_sweep_in_slurm():
-    """The launcher is a plugin; the preset uses only its options."""
+    """The preset uses only options that the launcher, a Hydra plugin, has."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     with initialize_config_dir(str(CONF), **VERSION_BASE):
         launcher = compose("config", ["sweep=slurm"], return_hydra_config=True).hydra.launcher
@@ -101,8 +104,9 @@ def presets() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("group", "preset"), presets())
 def test_a_preset_composes_to_every_key_of_its_class(group, preset):
-    """A preset has what differs; Hydra adds the rest from the schema, so that every key can be
-    overridden.
+    """A preset lists only keys that differ from the defaults.
+
+    Hydra adds the others from the schema, so that every key can be overridden.
     """
     values = plain(f"{group}={preset}", "data.path=x.txt")
     cls = GROUPS[group][1][selected(group, values[group])[1]]
@@ -132,7 +136,7 @@ def picked(config: Config, *keys: str) -> dict[str, object]:
 
 
 def test_shakespeare_char_has_the_gpu_settings_of_nanogpt():
-    """nanoGPT, config/train_shakespeare_char.py."""
+    """They are in nanoGPT's config/train_shakespeare_char.py."""
     expected = {
         "data.name": "shakespeare",
         "data.block_size": 256,
@@ -158,7 +162,7 @@ def test_shakespeare_char_has_the_gpu_settings_of_nanogpt():
 
 
 def test_shakespeare_char_cpu_has_the_cpu_settings_of_nanogpt():
-    """nanoGPT, README.md, "I only have a macbook"."""
+    """They are in nanoGPT's README.md, section "I only have a macbook"."""
     expected = {
         "data.name": "shakespeare",
         "data.block_size": 64,
@@ -184,7 +188,7 @@ def test_the_name_is_data_model_and_8_hex_digits(default):
 
 
 def test_the_name_is_stable(default):
-    """Another process, a resumed run and another order of the keys give the same name."""
+    """The process, a resumed run and the order of the keys do not change the name."""
     backwards = {
         group: dict(reversed(keys.items())) for group, keys in reversed(default.to_dict().items())
     }
@@ -246,7 +250,7 @@ def test_a_path_without_a_preset_is_not_labelled_as_the_preset():
 
 @dataclasses.dataclass(frozen=True)
 class Later(TrainerConfig):
-    """The group with a key that a later version adds."""
+    """The trainer group with a key that a later version adds."""
 
     newer: int = 3
 
@@ -294,8 +298,9 @@ def test_plain_values_round_trip(overrides):
 
 @pytest.mark.parametrize("group", ["model", "optimizer", "data", "ddp", "trainer", "snapshot"])
 def test_no_preset_repeats_a_default(group):
-    """A new key touches the schema and the presets that differ; `backend` alone is the whole of a
-    preset of ddp.
+    """A new key is added to the schema, and to the presets that differ from its default.
+
+    A ddp preset is only the key `backend`.
     """
     for path in (CONF / group).glob("*.yaml"):
         values = yaml.safe_load(path.read_text())
@@ -374,8 +379,8 @@ def test_urls_without_credentials_are_fine(url, default):
     assert changed(default, "data.path", url).data.path == url
 
 
-def test_a_typed_batch_size_replaces_one_per_rank(tmp_path):
-    """Of a preset."""
+def test_a_batch_size_from_the_command_line_replaces_one_per_rank(tmp_path):
+    """The preset has a batch size per rank."""
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "mine.yaml").write_text("batch_size_per_rank: 8\n")
     search = f"hydra.searchpath=[{tmp_path}]"
@@ -390,7 +395,7 @@ def test_a_typed_batch_size_replaces_one_per_rank(tmp_path):
         ("run", {"seed": 1, "on_end": "true"}, {"seed": 1}),
         ("model", {"architecture": "gpt", "devices": 2}, {"architecture": "gpt"}),
         ("data", {"path": "a", "max_expansion": 9}, {"path": "a"}),
-        # Its content is compared.
+        # data.code is known: the content of its file is compared.
         ("data", {"path": "a", "code": "mine.py", "lost": 9}, {"path": "a", "code": "mine.py"}),
         ("removed_group", {"key": 1}, None),
     ],
@@ -400,10 +405,11 @@ def test_recorded_keys_that_the_package_does_not_know_are_dropped(group, recorde
     assert without_unknown({group: recorded}) == expected
 
 
-@pytest.mark.parametrize("architecture", ["mine", "gpt"])  # registered by a file of the user or not
+# A user file registers "mine"; "gpt" is built in.
+@pytest.mark.parametrize("architecture", ["mine", "gpt"])
 def test_a_recorded_key_that_the_users_code_has_lost_stays_and_is_refused(architecture):
     model = {"code": "mine.py", "architecture": architecture, "noise": 0.1}
     assert without_unknown({"model": model}) == {"model": model}
     recorded = {"model": {**model, "code_sha256": "0" * 64}}
-    if architecture == "gpt":  # a key of the package's, which each group with code had
+    if architecture == "gpt":  # code_sha256 was a key of each group with code, so it is dropped
         assert without_unknown(recorded) == {"model": model}

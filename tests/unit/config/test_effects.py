@@ -1,6 +1,7 @@
-"""What each key of the schema changes: its name, its replicates, its notes, its replay.
+"""The schema says for each key what it changes, and every part of the package agrees.
 
-That the keys which are said to change nothing do so is trained in tests/e2e/test_effects.py.
+The parts are run names, replicates, the notes of a report, and replays. tests/e2e/test_effects.py
+trains to check that keys marked as changing nothing do change nothing.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ CHOSEN: dict[str, str | None] = {
     "optimizer": "adamw",
     "data": None,
 }
-# What another value of a text is: one that every key with a format accepts.
+# Other values for text keys that must have a certain format.
 OTHER_TEXTS = {"sha256": "0" * 64, "init_sha256": "0" * 64}
 
 
-# What the number of steps stands for, or stands for the number of steps.
-OF_THE_LENGTH = ("optimizer.schedule_steps", "trainer.max_minutes")
+# These keys enter the settings of a run only by way of its number of steps.
+LENGTH_KEYS = ("optimizer.schedule_steps", "trainer.max_minutes")
 
-# No dataset is built in: this one has the keys of all.
+# No dataset is built in. This one has the keys that all datasets have.
 DATASET = {"mine": DatasetConfig}
 
 
@@ -59,7 +60,7 @@ def values_of(**chosen: str | None) -> dict[str, dict[str, Any]]:
     """Return a recorded configuration with a value for every key of the chosen classes."""
     values = {}
     for group, (selectors, _) in GROUPS.items():
-        if group == "sweep":  # is not recorded
+        if group == "sweep":  # runs do not record this group
             continue
         choice = {**CHOSEN, **chosen}.get(group)
         cls = classes_of(group)[choice]
@@ -70,13 +71,13 @@ def values_of(**chosen: str | None) -> dict[str, dict[str, Any]]:
                 values[group][field.name] = "x" if is_text else 4
         if choice is not None:
             values[group][selectors[0]] = choice
-        if group in CHOSEN:  # null otherwise, and then not recorded
+        if group in CHOSEN:  # a `code` key that is null is not recorded
             values[group]["code"] = "mine.py"
     return values
 
 
 def other_value(schema: dict[str, Any], key: str, value: Any) -> Any:
-    """Return a value of a key's type that is not its default."""
+    """Return a valid value for this key that differs from the given one."""
     for option in schema.get("anyOf", [schema]):
         if "enum" in option:
             return next(each for each in option["enum"] if each != value)
@@ -96,7 +97,7 @@ def other_value(schema: dict[str, Any], key: str, value: Any) -> Any:
 
 
 def cases() -> list[Any]:
-    """Return each key of each class, with a configuration and another value."""
+    """Return a case for each key of each class: a configuration and another value for the key."""
     found = {}
     for group in GROUPS:
         for choice, cls in classes_of(group).items():
@@ -120,14 +121,17 @@ def with_value(values: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
 
 
 def is_pooled(key: str) -> bool:
-    """Return whether seeds that differ in a key are replicates, as docs/configuration.md says."""
+    """Return True if runs that differ in this key and the seed count as replicates.
+
+    docs/configuration.md describes the rule.
+    """
     if key == "trainer.eval_steps":
         return False
     return effect_of(key) in ("nothing", "rounding", "measurement")
 
 
 @pytest.mark.parametrize(("values", "key", "field", "other"), cases())
-def test_every_question_about_a_key_has_the_answer_of_the_schema(
+def test_every_part_of_the_package_treats_a_key_as_the_schema_says(
     values, key, field, other, tmp_path, monkeypatch
 ):
     group, _, name = key.partition(".")
@@ -140,7 +144,7 @@ def test_every_question_about_a_key_has_the_answer_of_the_schema(
 
     bits = effect_of(key) in ("training", "rounding") and key not in NOT_IN_SETTINGS
     before, after = ({"config": each, "steps": 10} for each in (values, changed))
-    if key not in OF_THE_LENGTH:
+    if key not in LENGTH_KEYS:
         assert (digest_settings(before) != digest_settings(after)) == bits
 
     for seed, config in enumerate((values, changed), start=1):
@@ -153,12 +157,15 @@ def test_every_question_about_a_key_has_the_answer_of_the_schema(
         return
     assert len(groups) == (1 if is_pooled(key) else 2)
     is_named = any(key in note for note in pooling_notes(groups))
-    if name != "name":  # a preset's label
+    if name != "name":  # the label of a preset is never noted
         assert is_named == (is_pooled(key) and key not in PLACES)
 
 
-def test_steps_before_and_after_minutes_become_a_number_have_the_same_settings():
-    """A replay may repeat them together, for no rate before depends on the number."""
+def test_settings_stay_equal_when_max_minutes_becomes_a_number_of_steps():
+    """A replay may then repeat steps from before and after that moment together.
+
+    No learning rate before it depends on the number of steps.
+    """
     values = values_of()
     minutes = with_value(values, "trainer.max_minutes", 1.0)
     longer = with_value(values, "trainer.max_minutes", 2.0)
@@ -170,7 +177,7 @@ def test_steps_before_and_after_minutes_become_a_number_have_the_same_settings()
 
 @pytest.mark.parametrize("group", [group for group in GROUPS if group != "sweep"])
 def test_a_recorded_run_without_a_key_has_its_default(group, tmp_path):
-    """Runs of earlier versions pool with those that have recorded every key."""
+    """Runs of earlier versions can be pooled with runs that have recorded every key."""
     values = values_of()
     for field in dataclasses.fields(GROUPS[group][1][CHOSEN.get(group)]):
         older = {**values, group: {**values[group]}}
@@ -189,18 +196,18 @@ def test_keys_of_a_class_that_is_not_registered_change_the_training(tmp_path):
         directory = fake_run(tmp_path / f"run{seed}")
         (directory / "config.yaml").write_text(yaml.safe_dump(with_value(config, "run.seed", seed)))
     one, _ = read_jobs([tmp_path])
-    assert one.config["optimizer.weight_decay"] == 0.1  # of the base class
+    assert one.config["optimizer.weight_decay"] == 0.1  # the default of the base class
     assert len(replicates([one, _])) == 2
 
 
-def test_evaluations_end_a_run_that_has_patience(tmp_path):
+def test_the_evaluation_interval_changes_a_run_that_has_patience(tmp_path):
     for seed, every in ((1, 10), (2, 20)):
         values = {"run.seed": seed, "trainer.eval_every": every, "trainer.patience": 3}
         fake_run(tmp_path / f"run{seed}", values)
     assert len(replicates(read_jobs([tmp_path]))) == 2
 
 
-def test_marks_agree_between_the_classes_that_have_a_key():
+def test_classes_that_share_a_key_mark_it_the_same_way():
     for group, (_, classes) in GROUPS.items():
         for cls in classes.values():
             for field in dataclasses.fields(cls):

@@ -66,7 +66,8 @@ def test_a_group_has_the_keys_of_the_chosen_class():
 @pytest.mark.parametrize(("theirs", "ours"), NANOGPT_KEYS.items())
 def test_a_name_of_nanogpt_has_a_key_of_ours(theirs, ours):
     assert ours.partition(" = ")[0] in KEYS | GROUPS.keys()
-    own = {key.split(".")[1] for key in KEYS} - {"dtype"}  # nanoGPT's is another than data.dtype
+    # nanoGPT's dtype has another meaning than data.dtype.
+    own = {key.split(".")[1] for key in KEYS} - {"dtype"}
     assert theirs not in own, "an existing key needs no hint"
 
 

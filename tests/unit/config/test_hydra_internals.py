@@ -1,4 +1,4 @@
-"""Hydra on a Python whose argparse checks help texts, as 3.14's does."""
+"""Hydra works with an argparse that checks help texts, like that of Python 3.14."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from launching import ROOT, call
 
 pytestmark = pytest.mark.core
 
-# Checks the help of each argument as Python 3.14 does, on every Python.
+# Checks the help text of each argument as Python 3.14 does, on every Python version.
 CHECK = """
 import argparse
 add_argument = argparse.ArgumentParser.add_argument
@@ -32,7 +32,7 @@ argparse.ArgumentParser.add_argument = add_checked
 
 def test_a_command_composes(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(CHECK)
-    # an option of Python, so that the command is not forked from a process without the check
+    # The option -W keeps the test from forking the command off a process without the check.
     command = [sys.executable, "-W", "ignore", str(ROOT / "main.py"), "data.block_size=7"]
     done = call([*command, "--cfg", "job"], tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stdout

@@ -1,4 +1,4 @@
-"""The keys and the words of the command line that a script with its own loop does not read."""
+"""A script with its own training loop refuses command-line keys that it does not read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETTINGS = {
 }
 
 
-def test_the_keys_of_main_are_keys():
+def test_every_key_of_the_list_exists():
     assert {*KEYS_OF_MAIN} <= {*known_keys()}
 
 
@@ -50,7 +50,7 @@ def test_a_word_without_an_effect_is_refused(word, monkeypatch):
 
 
 def test_a_script_may_have_words_of_its_own(monkeypatch):
-    """Those of another meaning, and those that it has put into its settings itself."""
+    """It may give words a meaning of its own, or put keys into its settings itself."""
     words = ["--lr=5", "fast", "a=b", "trainer.max_steps=5", "trainer.max_epochs=null"]
     monkeypatch.setattr(sys, "argv", ["train.py", *words, "optimizer.lr=3e-4"])
     refuse_unread_words(from_mapping(SETTINGS))

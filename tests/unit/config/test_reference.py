@@ -1,4 +1,4 @@
-"""docs/configuration.md and --help agree with the schema."""
+"""docs/configuration.md and --help agree with the schema of the configuration."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Validation of single values: converted without loss, or refused in one line that names the
-key.
-"""
+"""A value is converted without loss, or refused in one line that names its key."""
 
 from __future__ import annotations
 
@@ -103,7 +101,7 @@ def test_refused(value, hint, message):
 
 
 def test_invalid_unicode():
-    """The surrogate by which Python represents a non-UTF-8 byte of the command line."""
+    """Python represents a non-UTF-8 byte of the command line by this surrogate."""
     assert refusal("caf\udce9", str) == "key has bytes that are not UTF-8; use other characters"
     assert (
         refusal(["caf\udce9"], list[str])
@@ -182,7 +180,7 @@ def test_a_group_has_exactly_its_keys(values, message):
 
 @pytest.mark.parametrize("error", [AssertionError, ValueError, KeyError])
 def test_an_exception_in_a_user_check_is_not_converted(error):
-    """It is reported with the line that raised it."""
+    """It stays as it is, so that the report can show the line that raised it."""
 
     @dataclasses.dataclass(frozen=True)
     class Mine:

@@ -1,4 +1,4 @@
-"""Data configurations for tests."""
+"""Fixtures for data tests: configurations for small texts, and a web server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mingpt_ddp.config.keys.components import DataConfig
 
 @pytest.fixture
 def settings(tmp_path):
-    """Return a function that makes a data configuration for a path, or for a text to write."""
+    """Return a function that makes a data configuration. It takes a path, or a text to write."""
 
     def make(content: str | bytes | Path, **changes) -> DataConfig:
         path = content if isinstance(content, Path) else tmp_path / "text.txt"
@@ -39,9 +39,9 @@ def settings(tmp_path):
 
 @pytest.fixture
 def server(monkeypatch):
-    """A web server of one text, `content`, at `url`; `loads` counts the downloads.
+    """Start a web server that serves one text, `content`, at `url`.
 
-    It answers HEAD if it has an ETag.
+    `loads` counts the downloads. The server answers HEAD requests if `etag` is set.
     """
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.setenv(name, "127.0.0.1")

@@ -1,4 +1,4 @@
-"""Files of texts, and what is read and encoded of them and decoded again."""
+"""Helpers that write files and archives of texts, encode them, and decode their tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mingpt_ddp.data.tokenizers.tokenizer import tokenizer_from_state
 
 
 def prepare(config: DataConfig, cache: TextCache | None = None) -> EncodedText:
-    """Encode a text, and log what a run logs when it starts."""
+    """Encode a text, and log the notes that a run logs when it starts."""
     encoded = prepare_all(config, cache=cache)[""]
     for line in encoded.notes:
         logging.getLogger("mingpt_ddp").info("%s", line)

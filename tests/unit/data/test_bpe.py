@@ -1,4 +1,4 @@
-"""Byte-level BPE: exact round trips, any cut of a text, and files that are no tokenizer."""
+"""Byte-level BPE: round trips are exact, chunks do not matter, and invalid files are refused."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_chunks_of_a_text_without_spaces(monkeypatch):
 
 
 def test_training_is_deterministic(tokenizer, monkeypatch):
-    """Also on one core, and from a text in other pieces."""
+    """The number of cores, and the pieces in which the text arrives, change nothing."""
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     assert train_bpe(iter([TEXT[:100], TEXT[100:]]), 400).json == tokenizer.json
 
@@ -98,7 +98,7 @@ def refuse(
         ("added_tokens", [{"id": 400.0, "content": "<x>"}]),
     ],
 )
-def test_files_that_do_not_invert_are_refused(key, value, tokenizer, tmp_path):
+def test_tokenizers_that_cannot_decode_exactly_are_refused(key, value, tokenizer, tmp_path):
     changed = values = json.loads(tokenizer.json)
     *parents, last = key.split(".")
     for parent in parents:
@@ -110,7 +110,7 @@ def test_files_that_do_not_invert_are_refused(key, value, tokenizer, tmp_path):
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[]", b"7", b"\xff", b"[" * 100_000, b'{"model": 1}', b" " * (1 << 24)]
 )
-def test_files_that_are_no_tokenizer(content, tmp_path):
+def test_files_that_are_not_a_tokenizer(content, tmp_path):
     refuse(content, tmp_path / "tokenizer.json")
 
 
@@ -124,7 +124,8 @@ def test_special_tokens(tokenizer, tmp_path):
     assert own.token_sizes[n] == 7
 
 
-@pytest.mark.parametrize("ids", [(1, 0), (-9, 0)])  # in another order; of another token
+# ids in the wrong order, and an id that another token has
+@pytest.mark.parametrize("ids", [(1, 0), (-9, 0)])
 def test_added_tokens_that_the_library_numbers_otherwise_are_refused(ids, tokenizer):
     values = json.loads(tokenizer.json)
     ids = [tokenizer.vocab_size + i for i in ids]
@@ -140,7 +141,7 @@ def test_a_filesystem_whose_library_is_missing(monkeypatch):
 
 
 def splitting_at(pattern):
-    """Return a tokenizer of bytes whose texts are first split by a regular expression."""
+    """Return the JSON of a byte tokenizer that first splits texts by a regular expression."""
     flags = {"add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     byte_level = {"type": "ByteLevel", **flags}
     split = PATTERN | {"pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
@@ -153,7 +154,7 @@ def splitting_at(pattern):
 
 
 def test_a_pattern_that_backtracks_past_the_limit_of_the_library(capfd):
-    """The library panics, which is no Exception, and prints a backtrace."""
+    """The library panics and prints a backtrace. The panic is not an Exception in Python."""
     ordinary = BPETokenizer(splitting_at(r"\p{L}+|\s+"))
     assert ordinary.decode(ordinary.encode("so it is")) == "so it is"
     tokenizer = BPETokenizer(splitting_at("(a+)+b"))
@@ -180,7 +181,7 @@ def test_without_the_library(monkeypatch):
 
 
 def test_a_tokenizer_that_could_not_be_read_again_is_refused(tokenizer, tmp_path, monkeypatch):
-    """A name of a byte outside ASCII takes six characters where it is kept."""
+    """A snapshot stores the JSON in ASCII, where a name outside ASCII takes six characters."""
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(json.loads(tokenizer.json), ensure_ascii=False))
     kept = len(tokenizer.json)

@@ -1,4 +1,4 @@
-"""The order of the training text: what an epoch is, decided by (seed, epoch, position)."""
+"""The order of the training windows depends only on the seed, the epoch and the position."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from mingpt_ddp.data.dataloader import (
 from mingpt_ddp.errors import ConfigError, DataError
 
 LENGTH, BLOCK, BATCH = 1003, 8, 12
-# a character is its own position: windows are distinguishable
+# Each token is its own position, so that windows can be told apart.
 TOKENS = np.arange(LENGTH, dtype=np.uint16)
-WINDOWS = (LENGTH - BLOCK) // BLOCK  # 124: 10 batches of 12, and 4 windows that do not fill another
+WINDOWS = (LENGTH - BLOCK) // BLOCK  # 124: 10 batches of 12, and 4 left over
 
 
 def make(
@@ -39,7 +39,7 @@ def batch_of(loader: TokenLoader, step: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def starts(loader: TokenLoader, epoch: int) -> list[int]:
-    """Return where the windows of an epoch (from 0) start, in order."""
+    """Return the start positions of an epoch's windows, in order. Epochs count from 0."""
     first = epoch * loader.steps_per_epoch + 1
     return [
         int(x)
@@ -50,9 +50,9 @@ def starts(loader: TokenLoader, epoch: int) -> list[int]:
 
 @pytest.mark.parametrize("stride", [None, 1, 3, 20])
 def test_an_epoch_is_one_pass_over_the_text(stride):
-    """Windows from an offset, each once, in another order each epoch; y is x, one token later.
+    """Each window comes once per epoch. Each epoch has its own offset and order.
 
-    With stride 1 these are the windows of minGPT.
+    The targets y are x, shifted by one token. With stride 1, the windows are those of minGPT.
     """
     step = stride or BLOCK
     n = (LENGTH - BLOCK) // step
@@ -82,7 +82,7 @@ def test_every_epoch_and_seed_has_its_own_offset_and_order():
 
 @pytest.mark.parametrize("stride", [None, 1, 3])
 def test_the_shortest_text_that_fills_a_batch(stride):
-    """Windows stay in the text for every offset that can be drawn."""
+    """No offset that can be drawn moves a window beyond the end of the text."""
     enough = BLOCK + 2 * (stride or BLOCK)
     for seed in range(30):
         x, y = batch_of(make(TOKENS[:enough], stride, batch=2, seed=seed), 1)
@@ -98,9 +98,9 @@ def test_the_shortest_text_that_fills_a_batch(stride):
 
 @pytest.mark.parametrize("together", [1, 500, 1 << 16])
 def test_a_batch_depends_on_its_step_alone(together, monkeypatch):
-    """Not on earlier batches, those gathered with it, micro-batches, ranks or the global generator.
+    """Earlier batches, batches gathered together, ranks and the global generator do not matter.
 
-    The micro-batches of all ranks, put together by their numbers, are the batch of one rank.
+    The micro-batches of all ranks, ordered by their index, make up the batch of a single rank.
     """
     expected = {step: batch_of(make(), step) for step in range(1, 24)}
     monkeypatch.setattr(dataloader, "GATHER_TOKENS", together)
@@ -122,7 +122,7 @@ def test_a_batch_depends_on_its_step_alone(together, monkeypatch):
 @pytest.mark.parametrize("resident", [True, False])
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
 def test_windows_are_gathered_for_every_dtype_and_device(dtype, resident):
-    """Up to the largest token of a character; the CPU is a device too."""
+    """Tokens go up to the largest code point or the largest value of the dtype."""
     largest = np.iinfo(dtype).max
     tokens = np.linspace(0, min(largest, 0x110000), 300).astype(dtype)
     begins = np.array([290, 0, 7, 7])
@@ -135,7 +135,7 @@ def test_windows_are_gathered_for_every_dtype_and_device(dtype, resident):
 
 
 def test_a_text_becomes_resident_in_chunks(tmp_path, monkeypatch):
-    """Memory-mapped as texts are; torch's memory is not counted, as that of a GPU."""
+    """The text is memory-mapped. tracemalloc does not see torch's memory, which may be on a GPU."""
     monkeypatch.setattr(dataloader, "RESIDENT_CHUNK", 10_000)
     text = np.random.default_rng(0).integers(0, 1 << 16, 95_003).astype(np.uint16)
     np.save(tmp_path / "text.npy", text)
@@ -150,7 +150,7 @@ def test_a_text_becomes_resident_in_chunks(tmp_path, monkeypatch):
 
 
 def test_the_order_of_a_seed_never_changes():
-    """A resumed run continues the order of the version that started it."""
+    """A run that is resumed by a later version must continue in the same order."""
     loader = TokenLoader(TOKENS, BLOCK, None, 2, 1337)
     assert starts(loader, 0)[:6] == [122, 954, 298, 218, 578, 146]
     assert starts(loader, 3)[:6] == [614, 766, 174, 558, 54, 102]
@@ -160,7 +160,7 @@ def test_the_order_of_a_seed_never_changes():
 
 
 def test_an_evaluation_reads_batches_of_windows_and_the_rest(monkeypatch):
-    """Of 103 tokens, 12 windows of 8 and one of 6; batch i is for rank i mod world size."""
+    """103 tokens make 12 windows of 8 and one of 6. Batch i goes to rank i mod world size."""
     monkeypatch.setattr(dataloader, "EVALUATION_BATCH_TOKENS", 5 * BLOCK)
     split = TokenSplit(TOKENS[:103], BLOCK, torch.device("cpu"))
     assert len(split) == 4
@@ -173,7 +173,7 @@ def test_an_evaluation_reads_batches_of_windows_and_the_rest(monkeypatch):
 
 
 def test_a_sampled_evaluation_never_changes(monkeypatch):
-    """Results of different versions compare."""
+    """Results of different versions must be comparable."""
     split = TokenSplit(TOKENS, BLOCK, torch.device("meta"), windows=5)
     ((x, _),) = split.batches(0, 1)
     assert (x.device.type, tuple(x.shape)) == ("meta", (5, BLOCK))
@@ -202,20 +202,20 @@ def plan_of(
 @pytest.mark.parametrize(
     ("batch", "micro", "world_size", "kept", "expected"),
     [
-        # null: the largest divisor of the batch that is not above batch / world
+        # None: the largest divisor of the batch size that is at most batch / world size
         *((12, None, world, None, size) for world, size in enumerate([12, 6, 4, 3, 2, 2, 1], 1)),
         (12, None, 12, None, 1),
         (7, None, 2, None, 1),
         (64, None, 3, None, 16),
         *((12, 4, world, None, 4) for world in (1, 2, 3)),
         (12, 1, 7, None, 1),
-        # a run that was started on 2 ranks keeps its micro-batches on 1; a given size comes first
+        # A run that was started on 2 ranks keeps its micro-batch size on 1 rank. A given size wins.
         (12, None, 1, 6, 6),
         (12, 3, 1, 6, 3),
     ],
 )
 def test_the_micro_batch_size(batch, micro, world_size, kept, expected):
-    """Number j runs on rank j mod world size, and no rank is without work."""
+    """Micro-batch j runs on rank j mod world size, and every rank has at least one."""
     plan = plan_of(batch, micro, world_size, kept)
     assert (plan.micro_batch_size, plan.n_micro) == (expected, batch // expected)
     of_rank = [[*plan.indices_for_rank(rank)] for rank in range(world_size)]
@@ -224,7 +224,7 @@ def test_the_micro_batch_size(batch, micro, world_size, kept, expected):
 
 
 @pytest.mark.parametrize(("kept", "world_size", "divisor"), [(24, 1, 12), (8, 1, 12), (24, 3, 4)])
-def test_another_batch_than_the_snapshot_s_micro_batches_make(kept, world_size, divisor):
+def test_a_batch_size_that_the_recorded_micro_batches_do_not_divide(kept, world_size, divisor):
     message = f"trainer.batch_size=12 is not a multiple of {kept}, the micro-batch size of the "
     with pytest.raises(ConfigError, match=f"{message}snapshot; set .*micro_batch_size={divisor}$"):
         plan_of(12, None, world_size, kept)
@@ -247,7 +247,7 @@ def test_more_ranks_than_micro_batches_names_valid_world_sizes(micro, kept, worl
 
 
 def test_synchronized_batch_normalization_takes_one_micro_batch_per_rank():
-    """Whatever a snapshot has: the statistics are always those of the whole batch."""
+    """Its statistics must be those of the whole batch, whatever size a snapshot has recorded."""
     for world_size in (1, 2, 3):
         plan = plan_of(12, None, world_size, kept=6, sync_batchnorm=True)
         assert plan.micro_batch_size * world_size == 12

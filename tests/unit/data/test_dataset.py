@@ -28,10 +28,10 @@ def test_the_split_is_contiguous_and_without_overlap(truncate, split, settings):
     [
         (100, 0.08, "one window needs data.block_size [+] 1 = 9"),
         (100, 0.995, "validation text has 1 tokens"),
-        (11, 0.82, None),  # the shortest that work: 9 tokens and 2
+        (11, 0.82, None),  # the shortest splits that work: 9 tokens and 2 tokens
     ],
 )
-def test_parts_that_are_too_short_are_refused(settings, length, split, message):
+def test_splits_that_are_too_short_are_refused(settings, length, split, message):
     config = settings(("ab" * length)[:length], train_split=split)
     data = TextDataset(prepare(config), config)
     if message is None:

@@ -1,4 +1,4 @@
-"""Documents that end with a token of their own, by every tokenizer."""
+"""With data.end_token, every tokenizer ends each document with a special token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = ["char", "byte", "bpe"]
 FILES = {
     "a.txt": "to be, or not to be: größer\n",
     "b.txt": "",
-    "bom.txt": "\ufeff",  # a mark of UTF-8 alone
+    "bom.txt": "\ufeff",  # only a byte order mark
     "c.txt": f"no line feed {END_NAME} </s>",
     "d.txt": "the last one " * 20 + "\n",
 }
@@ -64,10 +64,10 @@ def test_each_file_of_a_directory_is_a_document(name, settings, tmp_path):
     assert tokenizer.token_sizes[tokenizer.end] == 0
     assert tokenizer.token_characters[tokenizer.end] == 0
     assert tokenizer.token_sizes[tokens_of(encoded)].sum() == len("".join(DOCUMENTS).encode())
-    assert prepare_all(config) == texts  # from the cache
+    assert prepare_all(config) == texts  # read from the cache
     plain = prepare(joined)
     digests = [sha256(text.encode()).hexdigest() for text in DOCUMENTS]
-    assert encoded.sha256 == digest_of(digests)  # of where documents end, too
+    assert encoded.sha256 == digest_of(digests)  # also depends on where documents end
     assert (
         plain.sha256 == sha256("".join([*DOCUMENTS[:-1], "\n", DOCUMENTS[-1]]).encode()).hexdigest()
     )
@@ -76,7 +76,7 @@ def test_each_file_of_a_directory_is_a_document(name, settings, tmp_path):
         assert tokenizer.vocab_size == size
 
 
-def test_other_documents_of_the_same_characters_are_another_text(settings, tmp_path):
+def test_the_same_characters_split_into_other_documents_are_a_different_text(settings, tmp_path):
     lines = ["one\n", "two\n", "three\n"]
     texts = {"whole": ["".join(lines)], "two": ["".join(lines[:2]), lines[2]], "three": lines}
     encoded = {}
@@ -89,7 +89,9 @@ def test_other_documents_of_the_same_characters_are_another_text(settings, tmp_p
         assert prepare(config) == encoded[name]
     assert len({text.sha256 for text in encoded.values()}) == 3
     digests = [sha256(line.encode()).hexdigest() for line in lines]
-    assert encoded["three"].sha256 == digest_of(digests)  # as that of several files of records
+    assert encoded["three"].sha256 == digest_of(
+        digests
+    )  # the same rule as for several files of records
     make_tar(tmp_path / "three.tar", {f"{i}.txt": line.encode() for i, line in enumerate(lines)})
     packed = prepare(replace(config, path=f"tar://**::{tmp_path}/three.tar"))
     assert packed.sha256 == encoded["three"].sha256
@@ -97,8 +99,8 @@ def test_other_documents_of_the_same_characters_are_another_text(settings, tmp_p
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_string_of_a_reader_is_a_document(name, settings, monkeypatch):
-    """Of a filter on rows, for example. Other documents of the same characters are another text."""
+def test_each_string_that_a_reader_yields_is_a_document(name, settings, monkeypatch):
+    """This reader filters rows. Splitting the same characters differently gives another text."""
     if name == "bpe":
         pytest.importorskip("tokenizers")
     rows = [("en", "to be größer "), ("de", "sein"), ("en", ""), ("en", "or not\n" * 30)]
@@ -118,7 +120,7 @@ def test_each_string_of_a_reader_is_a_document(name, settings, monkeypatch):
 
 
 def test_one_text_is_one_document(settings):
-    """Its end is the last token, whatever its characters are."""
+    """The end token is the last token, whichever characters the text has."""
     encoded = prepare(settings("a😀" * 50, end_token=True))
     assert encoded.tokenizer == {"vocabulary": "a😀", "end_token": 2}
     assert tokens_of(encoded) == [0, 1] * 50 + [2]
@@ -137,7 +139,7 @@ def test_many_documents_in_one_chunk_and_many_chunks_in_one_document(monkeypatch
 
 
 def added(tokenizer: BPETokenizer, *names: str) -> BPETokenizer:
-    """Return a tokenizer with added tokens after its own."""
+    """Return the tokenizer with these added tokens after its own tokens."""
     values: dict[str, Any] = json.loads(tokenizer.json)
     size = len(values["model"]["vocab"])
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
@@ -151,8 +153,8 @@ def added(tokenizer: BPETokenizer, *names: str) -> BPETokenizer:
     ("names", "end"),
     [((), 260), (("<pad>",), 261), ((END_NAME, "<pad>"), 260), (("zz", "</s>"), 261)],
 )
-def test_a_given_tokenizer_keeps_its_own_end(names, end, settings, tmp_path):
-    """What its special tokens are called is text."""
+def test_a_given_tokenizer_keeps_its_own_end_token(names, end, settings, tmp_path):
+    """The names of its special tokens are ordinary text if they occur in a document."""
     pytest.importorskip("tokenizers")
     given = added(train_bpe(iter(["to be or not to be " * 9]), 260), *names)
     (tmp_path / "tokenizer.json").write_text(given.json)
@@ -163,10 +165,10 @@ def test_a_given_tokenizer_keeps_its_own_end(names, end, settings, tmp_path):
     assert tokenizer.end == end
     assert tokenizer.vocab_size == max(end + 1, given.vocab_size)
     assert documents_of(tokens_of(encoded), tokenizer) == [*DOCUMENTS, ""]
-    assert prepare_all(config, tokenizer)[""] == encoded  # it is that of the file
+    assert prepare_all(config, tokenizer)[""] == encoded  # the same tokenizer as in the file
 
 
-def test_token_ids_have_the_end_of_their_tokenizer(settings, tmp_path):
+def test_token_files_have_the_end_token_of_their_tokenizer(settings, tmp_path):
     pytest.importorskip("tokenizers")
     plain = train_bpe(iter(["to be or not to be " * 9]), 260)
     np.save(tmp_path / "train.npy", np.arange(1000, dtype=np.uint16) % 261)

@@ -1,4 +1,4 @@
-"""Files of other programs: what is no text is refused by name, prose and code never are."""
+"""Files in binary formats are detected and refused by name. Prose and code never are."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROSE = "Zwölf Boxkämpfer jagen Viktor, \U0001f600 quer über den Sylter Deich
 ROWS = [{"id": i, "text": f"to be {i}\nor not"} for i in range(300)]
 JSONL = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 PARQUET = b"PAR1\x15\x04\x15\x90\x0c\x15" + zlib.compress(JSONL) + b"\0\0PAR1"
-# metadata of 0x98 bytes, as pyarrow and `datasets` write it
+# The stream begins with 0x98 bytes of metadata, as pyarrow and `datasets` write it.
 ARROW_STREAM = b"\xff\xff\xff\xff\x98\0\0\0\x10\0\0\0\0\0\n\0" + JSONL
 PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + bytes(500)
 CHARS = sorted(set(PROSE))
@@ -42,7 +42,7 @@ BPE_IDS = random.Random(1).choices([262, 11, 13, 198, 50256, 30000, 318, 0], k=9
 
 
 def written(write) -> bytes:
-    """Return what a function writes to a file."""
+    """Return the bytes that a function writes to a file."""
     file = io.BytesIO()
     write(file)
     return file.getvalue()
@@ -123,7 +123,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("name", NO_TEXT)
-def test_what_is_no_text_is_named(name):
+def test_the_format_of_a_file_that_is_not_text_is_named(name):
     content, expected = NO_TEXT[name]
     kind = kind_of(content[:HEAD_BYTES])
     assert kind.name == expected
@@ -131,7 +131,7 @@ def test_what_is_no_text_is_named(name):
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_text_is_a_text(name):
+def test_prose_and_code_are_recognized_as_text(name):
     assert kind_of(TEXTS[name].encode()[:HEAD_BYTES]) == TEXT
 
 
@@ -146,8 +146,8 @@ WIDE = [name for name in NO_TEXT if name.startswith(("UTF-16 with", "UTF-32 with
 
 @pytest.mark.skipif(shutil.which("iconv") is None, reason="needs iconv")
 @pytest.mark.parametrize("name", WIDE)
-def test_what_iconv_writes_as_told_is_the_same_text(name, settings, tmp_path):
-    """It keeps the byte order mark, which is no part of the text, alone and in a directory."""
+def test_the_advised_iconv_command_gives_the_same_text(name, settings, tmp_path):
+    """iconv keeps the byte order mark. It is not part of the text, also not in a directory."""
     content, _ = NO_TEXT[name]
     _, _, command = kind_of(content).advice.partition("convert it: ")
     (tmp_path / "OLD").write_bytes(content)
@@ -160,11 +160,11 @@ def test_what_iconv_writes_as_told_is_the_same_text(name, settings, tmp_path):
     assert prepare(settings(directory)).tokens_sha256 == expected
 
 
-# Alone
+# A single file
 
 
-def test_a_new_run_refuses_what_is_no_text(settings, tmp_path):
-    """In the cache or not: the answer is the same."""
+def test_a_new_run_refuses_a_file_that_is_not_text(settings, tmp_path):
+    """It does so whether the file is in the cache or not."""
     content = "".join(sorted({*PROSE})) + "\x01" * 30
     as_text = settings(content, format="text")
     assert prepare(as_text).length == len(content)
@@ -200,7 +200,7 @@ def test_text_is_still_utf8(settings):
 
 
 def test_mostly_data_is_refused(settings, tmp_path):
-    """Of a directory of images the README is not the text."""
+    """The README in a directory of images is not the text to train on."""
     files = {f"{i:05}.png": PNG * 9 for i in range(4)}
     path = make_directory(tmp_path / "a", {"README.md": PROSE[:99].encode(), **files})
     with pytest.raises(
@@ -223,7 +223,7 @@ def test_an_archive_is_refused_with_the_words_that_read_it(make, chain, settings
 
 
 def test_compressed_files_are_compared_by_their_own_size(settings, tmp_path):
-    """A text that expands far is not more of them than the data beside it."""
+    """A text that expands a lot does not outweigh larger data files beside it."""
     text, data = gzip.compress(PROSE.encode()), gzip.compress(random.randbytes(5000))
     assert len(PROSE.encode()) > len(data) > len(text)
     path = make_directory(tmp_path / "texts", {"a.txt.gz": text, "data.gz": data})
@@ -232,7 +232,7 @@ def test_compressed_files_are_compared_by_their_own_size(settings, tmp_path):
         prepare(settings(path))
 
 
-def test_names_cannot_forge_lines_of_the_log(settings, tmp_path, caplog):
+def test_file_names_cannot_forge_log_lines(settings, tmp_path, caplog):
     files = {"a.b\nc": b"to be\n", "\n2.x\n": PNG[:9], "x" * 199: b"b"}
     path = make_zip(tmp_path / "x.zip", files)
     config = settings(path, path=f"zip://**::{path}")
@@ -248,8 +248,8 @@ def test_names_cannot_forge_lines_of_the_log(settings, tmp_path, caplog):
 # A run that has a snapshot
 
 
-def test_a_run_goes_on_with_its_texts(settings, tmp_path):
-    """Whatever they look like now, whether it took data as text or left it out; also others."""
+def test_a_run_continues_with_the_texts_that_it_started_with(settings, tmp_path):
+    """It reads each of its texts as it did at first, even if a new run would now refuse them."""
     files = {"a.txt": PROSE.encode(), "docs.jsonl": JSONL[:300]}
     path = make_directory(tmp_path / "texts", files)
     auto = settings(path, tokenizer="byte", val_paths={"other": str(path)})
@@ -275,7 +275,7 @@ def test_a_run_goes_on_with_its_texts(settings, tmp_path):
 
 
 def test_a_text_with_holes_is_not_read_to_its_end(settings, tmp_path):
-    """A terabyte that takes no disk."""
+    """The sparse file has a terabyte, but takes no space on the disk."""
     path = tmp_path / "text.txt"
     path.write_bytes(PROSE.encode())
     os.truncate(path, 1 << 40)

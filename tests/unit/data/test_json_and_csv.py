@@ -1,4 +1,4 @@
-"""JSON Lines, JSON arrays and tables in CSV, alone, compressed, in directories and archives."""
+"""JSON Lines, JSON arrays and CSV tables: single, compressed, in directories and archives."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_records_end_with_a_line_feed(name, settings, tmp_path, caplog):
 
 @pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
 def test_compressed_records(compress, settings, tmp_path):
-    """By their content: a download has no suffix."""
+    """Compression is detected by content, since a download may have no suffix."""
     content = compress(LINES)
     assert text_of(settings(content)) == TEXT
     fsspec.filesystem("memory").pipe_file("/rows", content)
@@ -73,7 +73,7 @@ def test_compressed_records(compress, settings, tmp_path):
 
 
 def test_several_files_of_records(settings, tmp_path, caplog):
-    """Each table with its header; other files are skipped, empty ones too."""
+    """Each table has its own header. Files that are empty or of another format are skipped."""
     rows = {
         "0.jsonl": LINES.removesuffix(b"\n"),
         "1.json.gz": gzip.compress(json.dumps(ROWS).encode()),
@@ -149,7 +149,7 @@ NESTED = b'{"messages": [{"content": "a"}], "n": 1}\n'
         (TEXT.encode(), {"column": "text", "format": "auto"}, r"needs a table, but \S+ is read"),
     ],
 )
-def test_what_is_wrong_is_one_line(content, changes, message, settings):
+def test_an_invalid_table_gives_one_line(content, changes, message, settings):
     config = settings(content, **{"format": "jsonl", **changes})
     with pytest.raises(DataError, match=rf"^data error: (data.column=text )?.*{message}"):
         prepare(config)
@@ -173,8 +173,8 @@ def test_rows_without_a_text_are_skipped_and_counted(settings, caplog):
         ("a.json", "5", "neither lines of JSON objects nor an array"),
     ],
 )
-def test_a_file_called_a_table_is_one_or_is_refused(name, content, message, settings, tmp_path):
-    """data.format=text reads it as it is; a file with another name is a text."""
+def test_a_file_named_as_a_table_must_be_one(name, content, message, settings, tmp_path):
+    """data.format=text reads it unchanged. With another name, the same content is text."""
     (tmp_path / name).write_text(content, encoding="latin-1")
     with pytest.raises(DataError, match=rf"{name}.* {message}"):
         prepare(settings(tmp_path / name))
@@ -190,7 +190,7 @@ def test_a_file_called_a_table_is_one_or_is_refused(name, content, message, sett
     "form", [{}, {"delimiter": "\t", "quoting": csv.QUOTE_ALL}], ids=["csv", "tsv"]
 )
 def test_a_cell_may_have_any_characters(separator, form, settings, tmp_path, caplog):
-    """A .csv or .tsv is a table by its name, also in upper case, and the log says so."""
+    """A .csv or .tsv file is a table because of its name, in either case. The log says so."""
     text = f"to be{separator}or not"
     path = tmp_path / ("A.TSV" if form else "a.csv")
     path.write_bytes(table([{"id": 1, "text": text}, {"id": 2, "text": "that"}], **form))
@@ -202,7 +202,7 @@ def test_a_cell_may_have_any_characters(separator, form, settings, tmp_path, cap
 
 
 def test_a_long_row(settings, tmp_path, monkeypatch):
-    """Lines and arrays are read while they are shorter than a limit, which is named."""
+    """A line or an array may be as long as a limit. The error names the limit."""
     long = {"text": "to be, " * (HEAD_BYTES // 4)}
     for content, limit, advice in (
         (json.dumps(long), "MAX_RECORD", "line 1 has over 262,144 bytes; split it"),
@@ -214,7 +214,7 @@ def test_a_long_row(settings, tmp_path, monkeypatch):
             prepare(settings(content, cache_dir=str(tmp_path / "new")))
 
 
-def test_texts_have_one_format(settings, tmp_path):
+def test_all_texts_of_a_run_must_have_the_same_format(settings, tmp_path):
     (tmp_path / "val.txt").write_text(TEXT)
     rows = settings(LINES, val_paths={"other": str(tmp_path / "val.txt")})
     split = replace(rows, val_paths=None, split_paths={"val": str(tmp_path / "val.txt")})
@@ -231,7 +231,7 @@ def test_texts_have_one_format(settings, tmp_path):
 def test_a_reader_has_no_format(settings):
     with pytest.raises(ConfigError, match=r"data.reader=mine decides itself how to read; leave"):
         settings("", reader="mine", format="jsonl")
-    assert settings("", reader="mine", column="text").column == "text"  # a key of its own
+    assert settings("", reader="mine", column="text").column == "text"  # a key of the reader itself
     with pytest.raises(ConfigError, match=r"data.column=text needs a table"):
         settings("", format="text", column="text")
 

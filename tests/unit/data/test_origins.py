@@ -1,4 +1,4 @@
-"""Where the tokens of a window come from: file, document and byte."""
+"""Origins tell for each window from which file, document and byte its tokens come."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def window(encoded, config, start: int) -> str:
 def test_a_window_is_found_in_its_document(
     form, tokenizer, summed, settings, tmp_path, monkeypatch
 ):
-    """It begins at the byte of its first origin, and has an origin for each of its documents."""
+    """A window begins at the byte of its first origin. Each document in it has an origin."""
     monkeypatch.setattr(origins, "TOKENS_PER_SUM", summed)
     texts = [f"größer {i} ".encode() * (i % 4 + 1) for i in range(40)]
     names = [f"{i:02}.txt" for i in range(40)]
@@ -77,7 +77,7 @@ def test_token_files_have_offsets_in_the_file(settings, tmp_path):
 
 
 def test_the_starts_of_a_step_are_those_of_its_batch(settings, tmp_path):
-    """Also of windows from several texts."""
+    """This includes windows that are drawn from several texts."""
     paths = [tmp_path / "one.txt", tmp_path / "two.txt"]
     paths[0].write_text("abcdefgh" * 50)
     paths[1].write_text("ijklmnop" * 50)
@@ -98,7 +98,7 @@ def test_the_starts_of_a_step_are_those_of_its_batch(settings, tmp_path):
             assert content.startswith(window(encoded, config, start))
 
 
-def test_a_deleted_cache_is_one_line(settings, tmp_path):
+def test_a_deleted_cache_gives_one_line(settings, tmp_path):
     config = settings("a text of some length " * 20)
     encoded = prepare_all(config)[""]
     (Path(encoded.directory) / "meta.json").unlink()

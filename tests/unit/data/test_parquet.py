@@ -1,4 +1,4 @@
-"""Parquet and zstd: what pyarrow reads."""
+"""Parquet files and zstd compression, which need pyarrow."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def write(path, rows) -> None:
     pa.parquet.write_table(rows, path, row_group_size=700)
 
 
-def test_the_only_column_of_strings(settings, tmp_path):
-    """Recognized by content; of any type of strings."""
+def test_the_only_string_column_is_the_text(settings, tmp_path):
+    """The file is recognized by its content. The column may have any of Arrow's string types."""
     path = tmp_path / "rows"
     kinds = [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())]
     for kind in kinds:
@@ -55,7 +55,7 @@ def test_shards_and_archives(settings, tmp_path, caplog):
 
 @pytest.mark.parametrize("name", ["a.arrow", "a.feather", "rows", "saved"])
 def test_arrow_is_refused_with_the_words_that_make_parquet(name, settings, tmp_path):
-    """Also a folder of save_to_disk."""
+    """A folder that `save_to_disk` of `datasets` wrote is refused too."""
     path = tmp_path / name / "data-0.arrow" if name == "saved" else tmp_path / name
     path.parent.mkdir(exist_ok=True)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table().schema) as writer:
@@ -66,7 +66,7 @@ def test_arrow_is_refused_with_the_words_that_make_parquet(name, settings, tmp_p
         prepare(settings(tmp_path / name))
 
 
-def test_what_is_wrong_is_one_line(settings, tmp_path):
+def test_an_invalid_file_or_column_gives_one_line(settings, tmp_path):
     path = tmp_path / "rows"
     write(path, table())
     path.write_bytes(path.read_bytes()[:-100])
@@ -100,7 +100,7 @@ def test_nulls_are_skipped_and_counted(settings, tmp_path, caplog):
 
 
 def test_zstd(settings, tmp_path):
-    """Of several frames; one that is cut off is not taken for a whole."""
+    """The file may have several frames. A file that is cut off is refused."""
     compressed = 2 * pa.compress(TEXT.encode(), "zstd", asbytes=True)
     lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
     assert text_of(settings(compressed)) == TEXT * 2
@@ -134,7 +134,7 @@ for path in sys.argv[2:]:
 
 
 def test_memory_does_not_grow_with_the_size_of_rows(tmp_path):
-    """Of 120 MiB in rows of 1 MiB, and of 240 MiB that are the same text of 2 MiB."""
+    """One file has 120 MiB in rows of 1 MiB. The other repeats the same 2 MiB up to 240 MiB."""
     other = [300 * "a" + str(i) * (1 << 19) for i in range(10, 130)]
     repeated = ["ab" * (1 << 20)] * 120
     names = {"small": other[:2], "other": other, "repeated": repeated}

@@ -1,4 +1,4 @@
-"""Encoding texts as small integers, for every encoding, chunk size, source and cache."""
+"""Encoding texts as token ids, for every source and chunk size, with and without a cache."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ def test_utf8_is_encoded_by_code_point_order(settings):
 @pytest.mark.parametrize("head", [b"", BOM], ids=["plain", "bom"])
 @pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["raw", "gzip"])
 def test_characters_split_by_a_chunk_are_joined(settings, monkeypatch, head, pack):
-    """The text is read in chunks; a character of several bytes may be split between two.
+    """The text is read in chunks, and a character of several bytes may be split between two.
 
-    gzip is detected by its content, not by a name.
+    gzip is detected by the content of the file, not by its name.
     """
     for chunk in (1, 2, 3, 5, 64):
         monkeypatch.setattr(text_module, "CHUNK_BYTES", chunk)
         characters = random.Random(chunk).choices("ab\n\r€é漢😀\U0010ffff\x00\ufeff", k=200)
         text = "x" + "".join(characters)
-        encoded = prepare(settings(pack(head + text.encode()), format="text"))  # it has NULs
+        encoded = prepare(settings(pack(head + text.encode()), format="text"))  # it contains NULs
         assert decoded(encoded) == text
         assert encoded.length == len(text)
 
@@ -78,7 +78,7 @@ def test_characters_split_by_a_chunk_are_joined(settings, monkeypatch, head, pac
         (b"abc\xffdef", 3),
         (b"\xff", 0),
         ("ä€😀".encode() + b"\x80a", 9),
-        ("ä".encode() + b"ab\xe2\x82", 4),  # the end is missing
+        ("ä".encode() + b"ab\xe2\x82", 4),  # the last byte of a character is missing
         (b"ab\xe2\x28\xa1cd", 2),  # the second byte is wrong
         (b"ab\xed\xa0\x80", 2),  # a surrogate
         (BOM + b"abc\xffdef", 6),
@@ -104,8 +104,8 @@ GZIP = gzip.compress(LINE.encode() * 20, mtime=0)
     ("content", "message"),
     [
         (GZIP[:-20], "is damaged or cut off"),
-        (GZIP[:-8] + b"\0\0\0\0" + GZIP[-4:], "is damaged or cut off"),  # the checksum
-        (GZIP[:10] + b"\xff" + GZIP[11:], "is damaged or cut off"),  # a block of no type
+        (GZIP[:-8] + b"\0\0\0\0" + GZIP[-4:], "is damaged or cut off"),  # a wrong checksum
+        (GZIP[:10] + b"\xff" + GZIP[11:], "is damaged or cut off"),  # an invalid block type
         (b"", "is empty"),
         (BOM, "is empty"),
         (gzip.compress(b"", mtime=0), "is empty"),
@@ -114,7 +114,7 @@ GZIP = gzip.compress(LINE.encode() * 20, mtime=0)
         (Path("nowhere.txt"), "there is no such file"),
     ],
 )
-def test_what_gives_no_text_is_one_line(settings, content, message):
+def test_a_file_without_a_usable_text_gives_one_line(settings, content, message):
     with pytest.raises(DataError, match=message):
         prepare(settings(content))
 
@@ -133,7 +133,7 @@ def test_a_token_takes_as_many_bytes_as_it_needs(settings, distinct, dtype):
 
 
 def stamp(encoded: EncodedText) -> list[tuple[int, int]]:
-    """Return names and modification times of the files in the cache, and of its directory."""
+    """Return the inode and modification time of each file in the cache and of its directory."""
     directory = Path(encoded.directory)
     paths = [directory.parent, directory, *sorted(directory.iterdir())]
     return [((status := path.stat()).st_ino, status.st_mtime_ns) for path in paths]
@@ -194,10 +194,10 @@ def test_a_damaged_cache_is_rebuilt(settings, damage):
 
 
 @pytest.mark.parametrize("damaged", [False, True], ids=["no cache yet", "damaged cache"])
-def test_starts_at_the_same_time(settings, damaged):
-    """All of them get a complete encoding, whichever was first, and leave no partial files.
+def test_several_starts_at_the_same_time(settings, damaged):
+    """Each start gets a complete encoding, and no partial files are left.
 
-    Each opens the lock by itself, as a process does.
+    Threads stand in for processes: each one opens the lock file by itself.
     """
     text = LINE * 5_000
     config = settings(text)
@@ -217,9 +217,9 @@ SHA256 = hashlib.sha256(LINE.encode()).hexdigest()
 
 
 def test_a_remote_file_is_fetched_once(settings, server, monkeypatch):
-    """With a known SHA-256, a second run does not download it again, even if the server is gone.
+    """If data.sha256 is set, a second run uses the cached copy, even if the server is gone.
 
-    It does not import the library that would.
+    It does not even import the download library.
     """
     server.content = LINE.encode()
     config = settings("", path=server.url, sha256=SHA256)
@@ -239,7 +239,7 @@ def test_a_remote_file_is_fetched_once(settings, server, monkeypatch):
 def test_a_file_with_another_sha256_is_downloaded_again_and_never_deleted_elsewhere(
     settings, server
 ):
-    """Of a damaged download the network would not be asked again."""
+    """Otherwise a damaged download would be used forever. A file of the user is never deleted."""
     server.content = LINE.encode()
     config = settings("", path=server.url, sha256=SHA256)
     prepare(config)
@@ -269,7 +269,7 @@ def test_a_remote_file_with_another_sha256_leaves_nothing(settings, server):
 
 @pytest.fixture
 def own(settings, monkeypatch):
-    """Return a function that registers a reader and makes a configuration that uses it."""
+    """Return a function that registers a reader and returns a configuration that uses it."""
 
     def make(reader, **changes):
         monkeypatch.setitem(builders.BUILDERS["data"], "own", reader)
@@ -280,7 +280,7 @@ def own(settings, monkeypatch):
 
 @pytest.mark.parametrize("size", [1, 7, 1 << 20])
 def test_pieces_are_encoded_like_a_file(settings, own, monkeypatch, tmp_path, size):
-    """Characters of several bytes, pieces without any, and ones that are longer than a chunk."""
+    """Pieces may be empty, longer than a chunk, or have characters of several bytes."""
     monkeypatch.setattr(text_module, "CHUNK_BYTES", 64)
     text = LINE * 50
     as_file = prepare(settings(text))
@@ -316,6 +316,6 @@ NUMBERS = itertools.count()
     ],
 )
 def test_a_reader_that_cannot_read(own, reader, path, message):
-    """With data.path, and with a name of its own instead of one."""
+    """The error names data.path, or the reader if it has no path."""
     with pytest.raises(DataError, match=rf"^data error: .*{message}"):
         prepare(own(reader, path=path))

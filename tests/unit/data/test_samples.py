@@ -1,4 +1,4 @@
-"""Map-style datasets: the order, the augmentation, and what an evaluation covers."""
+"""Map-style datasets: order and augmentation are reproducible, and evaluations are complete."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from mingpt_ddp.data.samples import (
 )
 from mingpt_ddp.errors import CodeError, DataError
 
-N, BATCH = 26, 12  # two steps an epoch; two samples are left over
+N, BATCH = 26, 12  # two steps per epoch, with two samples left over
 
 
 class Augmented(torch.utils.data.Dataset):
-    """Samples that show their index and one number of each global generator."""
+    """Each sample consists of its index and one number from each global random generator."""
 
     def __init__(self, n: int = N) -> None:
         self.n = n
@@ -48,7 +48,7 @@ def make(num_workers: int = 0, seed: int = 1, batch: int = BATCH) -> SampleLoade
 def steps(
     loader: SampleLoader, numbers: range, world_size: int = 1, micro: int = 2
 ) -> dict[int, torch.Tensor]:
-    """Return the samples of each step, those of all ranks in the order of micro-batches."""
+    """Return the samples of each step, from all ranks, in the order of the micro-batches."""
     plan = BatchPlan(BATCH, micro, world_size)
     parts = {number: [] for number in numbers}
     for rank in range(world_size):
@@ -76,7 +76,7 @@ def test_an_epoch_has_every_sample_at_most_once_in_its_own_order():
 
 
 def test_the_order_and_the_augmentation_of_a_seed_never_change():
-    """A resumed run continues those of the version that started it."""
+    """A run that is resumed by a later version must continue with the same samples."""
     assert EXPECTED[1][:6, 0].tolist() == [19, 1, 16, 6, 15, 24]
     numbers = [0.1132261157, 0.7426297914, 0.1440163332]
     assert EXPECTED[3][0, 1:].tolist() == pytest.approx(numbers)
@@ -91,8 +91,8 @@ def test_augmentation_differs_from_sample_to_sample_and_epoch_to_epoch():
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_batches_do_not_depend_on_workers_or_ranks(num_workers, world_size):
-    """A loader can begin at any step, as after a kill, fetch it again, and go back, as after a
-    rollback.
+    """A loader can begin at any step, as after a kill. It can also repeat a step and go back, as
+    after a rollback.
     """
     loader = make(num_workers)
     for first in (1, 4, 2):
@@ -108,14 +108,14 @@ def test_batches_do_not_depend_on_workers_or_ranks(num_workers, world_size):
 )
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 def test_an_evaluation_has_every_sample_once(n, world_size):
-    """Also if their number is no multiple of the ranks, or a rank gets none."""
+    """This holds if the number of samples is not a multiple of the ranks, or a rank gets none."""
     split = SampleSplit(Augmented(n), config(), on_gpu=False)
     batches = [batch for rank in range(world_size) for batch in split.batches(rank, world_size)]
     assert len(batches) == len(split)
     assert torch.cat(batches)[:, 0].int().sort().values.tolist() == list(range(n))
 
 
-def test_an_evaluation_does_not_change_and_may_be_a_part():
+def test_an_evaluation_is_always_the_same_and_may_be_limited():
     split = SampleSplit(Augmented(400), config(2), on_gpu=False, limit=300)
     first, again = (torch.cat([*split.batches(0, 1)]) for _ in range(2))
     assert torch.equal(first, again)
@@ -160,13 +160,16 @@ class Broken(Augmented):
     ("num_workers", "error", "expected", "message"),
     [
         (1, ConnectionError("theirs"), ConnectionError, "Caught ConnectionError in DataLoader"),
-        # as a process that is killed while it passes a batch on
+        # the error if a worker is killed while it hands over a batch
         (0, ConnectionResetError(104, "reset"), RuntimeError, "a DataLoader worker was killed"),
         (0, EOFError(), RuntimeError, "a DataLoader worker was killed"),
     ],
 )
 def test_a_loader_process_that_is_killed(num_workers, error, expected, message):
-    """As torch says at any other moment, and the log knows then that the trace explains nothing."""
+    """The message is the one that torch gives if a worker is killed at any other moment.
+
+    By that message, the log recognizes that the stack trace explains nothing.
+    """
     split = SampleSplit(Broken(error), config(num_workers), on_gpu=False)
     with pytest.raises(expected, match=message):
         next(split.batches(0, 1))

@@ -1,4 +1,4 @@
-"""A text that an earlier start has read is not read again, unless it may have changed."""
+"""A text that an earlier start has read is read again only if it may have changed."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from mingpt_ddp.errors import DataError
 from tests.unit.data.reading import decoded, make_directory, make_zip
 
 LINE = "To be, or not to be: that is the question.\n"
-TEXT = LINE * 100_000  # of which the head that is looked at is a small share
+TEXT = LINE * 100_000  # much longer than the head by which its format is detected
 LATER_NS = 10_000_000_000
 
 
 @pytest.fixture
 def later(monkeypatch):
-    """Let ten seconds pass since the files were written."""
+    """Set the clock to ten seconds after the files were written."""
     now = time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: now() + LATER_NS)
 
 
 def start(config: DataConfig) -> int:
-    """Return how often a start reads the text, by the bytes that the process reads."""
+    """Start with this text. Return how many times its size this process reads meanwhile."""
     before = bytes_read()
     prepare_all(config)
     return round((bytes_read() - before) / len(TEXT))
@@ -47,7 +47,7 @@ def bytes_read() -> int:
 
 
 def in_place(path: Path, at: int = 10) -> None:
-    """Change a letter; the size and the inode stay."""
+    """Change a letter without changing the size or the inode."""
     with path.open("r+b") as file:
         file.seek(at)
         file.write(b"X")
@@ -55,8 +55,8 @@ def in_place(path: Path, at: int = 10) -> None:
 
 @pytest.mark.usefixtures("later")
 @pytest.mark.parametrize("form", ["file", "directory", "archive"])
-def test_what_was_read_is_not_read_again(form, settings, tmp_path):
-    """The first start reads a text twice, and its tokens once; the log is the same each time."""
+def test_an_unchanged_text_is_not_read_again(form, settings, tmp_path):
+    """The first start reads the text twice and its tokens once. Every start logs the same."""
     path: str | Path = TEXT
     files = {"a.txt": TEXT.encode(), "b.png": b"\x89PNG\r\n\x1a\n"}
     if form == "directory":
@@ -72,7 +72,8 @@ def test_what_was_read_is_not_read_again(form, settings, tmp_path):
     assert prepare_all(config) == first
     assert start(replace(config, block_size=4, train_split=0.5)) == 0
     assert start(replace(config, verify="always")) >= 2
-    assert start(replace(config, sha256=first[""].sha256)) in (0, 3)  # another download
+    # An archive counts as another download if data.sha256 is set.
+    assert start(replace(config, sha256=first[""].sha256)) in (0, 3)
     with pytest.raises(DataError, match=f"has SHA-256 {first[''].sha256}, not data.sha256=000"):
         prepare_all(replace(config, sha256="0" * 64))
     if form == "directory":
@@ -103,7 +104,7 @@ def test_a_change_is_found(change, settings):
 
 
 def replace_with_times(path: Path) -> None:
-    """Put a new file in the place of the old one, with its modification time."""
+    """Replace the file by a new one with the same modification time."""
     new = path.with_name("new")
     new.write_text(TEXT.lower())
     os.utime(new, ns=(0, 0))
@@ -111,7 +112,7 @@ def replace_with_times(path: Path) -> None:
 
 
 def test_a_file_is_read_until_a_write_could_no_longer_be_missed(settings, monkeypatch):
-    """Within two seconds of a write another one might not change its times."""
+    """A second write within two seconds might not change the file's modification time."""
     config = settings(TEXT)
     status = os.stat(config.path)
     now = time.time_ns
@@ -138,14 +139,14 @@ def test_tokens_that_were_written_to_are_encoded_again(settings):
     in_place(tokens)
     assert prepare_all(config) == first
     assert tokens.read_bytes() == content
-    os.utime(tokens)  # as a copy of the cache
+    os.utime(tokens)  # a copied cache has new modification times
     assert start(config) == 1
 
 
 @pytest.mark.parametrize("form", ["text", "documents", "rows", "splits"])
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
 def test_the_cache_says_where_tokens_come_from(form, tokenizer, settings, tmp_path):
-    """sources.bin has the first token of each document, and of what a split cuts off of one."""
+    """sources.bin has the first token of each document, and of each piece that a split cuts off."""
     if tokenizer == "bpe":
         pytest.importorskip("tokenizers")
     names = ["a.txt", "b.txt", "c.txt"]
@@ -176,7 +177,7 @@ def test_the_cache_says_where_tokens_come_from(form, tokenizer, settings, tmp_pa
         decoded = tokenizer_from_state(encoded.tokenizer).decode(tokens[begin:end].tolist())
         if tokenizer != "bpe":
             assert (rest + b"\n").startswith(decoded.encode())
-        else:  # whose tokens may begin before a document, and end after it
+        else:  # a BPE token may begin before a document and end after it
             assert decoded.encode().strip()[:3] in rest[: sizes[tokens[begin]] + 3]
     documents = {(file, number) for _, file, number, _ in table.tolist()}
     assert len(documents) == len(texts) + (form == "splits")
@@ -198,9 +199,11 @@ def test_a_download_is_kept_while_its_etag_is_the_same(settings, server):
     assert changed[""].sha256 != first[""].sha256
     assert server.loads == 3
 
-    server.etag = 'W/"2"'  # a weak ETag is not of the bytes; the same bytes are not encoded again
+    # A weak ETag does not identify the bytes, so the text is downloaded again. Equal bytes are
+    # not encoded again.
+    server.etag = 'W/"2"'
     known = prepare_all(config)
-    assert start(config) == 2  # to compare the downloads
+    assert start(config) == 2  # reads both downloads to compare them
     assert (prepare_all(config), server.loads) == (known, 6)
 
 
@@ -229,7 +232,7 @@ def test_a_reader_that_names_its_files_is_called_again_once_they_change(
     config = replace(settings(LINE), reader="own")
 
     def calls(content: str) -> int:
-        """Return how often a new process calls the reader."""
+        """Return the number of times that a new process calls the reader."""
         code.write_text(content)
         Path("calls").write_text("")
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as process:

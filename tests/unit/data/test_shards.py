@@ -1,4 +1,4 @@
-"""Several files read as one array."""
+"""Several token files are read as if they were one array."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ TOKENS = np.random.default_rng(1).integers(0, 1 << 16, sum(SIZES), np.uint16)
 
 @pytest.fixture(params=[1, 128])
 def shards(request, tmp_path, monkeypatch):
-    """Return a function that writes the tokens to files, of which few or all are mapped at once."""
+    """Return a function that writes tokens to several files.
+
+    Depending on the parameter, few or all of them can be memory-mapped at the same time.
+    """
     monkeypatch.setattr("mingpt_ddp.data.tokens.shards.MAX_MAPPED_FILES", request.param)
 
     def write(dtype: str = "uint16") -> Shards:
@@ -32,7 +35,7 @@ def shards(request, tmp_path, monkeypatch):
     return write
 
 
-def test_a_slice_is_that_of_all_tokens(shards):
+def test_a_slice_equals_the_slice_of_the_joined_array(shards):
     whole = shards()
     assert len(whole) == len(TOKENS) and whole.nbytes == TOKENS.nbytes
     ends = [0, 1, 4, 5, 6, 7, 46, 47, 48, 347, 348, 999, -1, -300, None]
@@ -45,7 +48,7 @@ def test_a_slice_is_that_of_all_tokens(shards):
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int32", "int64"])
-def test_batches_are_those_of_one_array(dtype, shards):
+def test_batches_equal_those_from_one_array(dtype, shards):
     plan = BatchPlan(batch_size=4, micro_batch_size=4, world_size=1)
     tokens = TOKENS.astype(dtype)
     loaders = [TokenLoader(each, 8, 3, 4, seed=1) for each in (tokens, shards(dtype))]

@@ -1,4 +1,4 @@
-"""Texts of their own to validate and to test on."""
+"""Validation and test splits: cut off the text, or given as files of their own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.data.reading import prepare
 
 
 def split_texts(encoded, config) -> list[str]:
-    """Return what is decoded of the training, the validation and the test split."""
+    """Return the decoded training, validation and test split."""
     data = TextDataset(encoded, config)
     return [data.tokenizer.decode(part.tolist()) for part in (data.train, data.val, data.test)]
 
@@ -28,7 +28,7 @@ NAMES = ["char", "byte", "bpe"]
 
 @pytest.mark.parametrize("end_token", [False, True])
 def test_every_tokenizer_sees_the_same_validation_text(end_token, settings, tmp_path):
-    """The end of a document counts as a character."""
+    """The split is by characters. The end of a document counts as one."""
     pytest.importorskip("tokenizers")
     lines = [f"{i} größer als {i - 1}, sagt sie.\n" for i in range(200)]
     shards(
@@ -78,7 +78,7 @@ def test_a_share_too_small_for_a_token_is_refused(settings, tmp_path):
 
 
 def test_several_sources_share_a_vocabulary(settings, tmp_path):
-    """With splits of their own, or given ones; and with a further text to validate on."""
+    """Splits are cut off each source, or given. A further validation text shares it too."""
     for name, text in (("a", "ab" * 50), ("b", "bc" * 100), ("mixed", "abcabc")):
         (tmp_path / f"{name}.txt").write_text(text)
     sources = [(str(tmp_path / "a.txt"), 1.0), (str(tmp_path / "b.txt"), 3.0)]
@@ -103,7 +103,7 @@ def test_mistakes_between_splits_and_further_texts(settings):
     with pytest.raises(ConfigError, match=r"data.test_split=0.1 cannot be combined with"):
         replace(config, train_split=0.8, test_split=0.1, split_paths={"val": config.path})
     named = replace(config, val_paths={"test": config.path})
-    with pytest.raises(DataError, match=r"data.val_paths.test: .* data.split_paths; .* otherwise"):
+    with pytest.raises(DataError, match=r"data.val_paths.test has .* data.split_paths; to"):
         prepare_all(named)
     assert prepare_all(named, recorded=RecordedText("sha256")).keys() == {"", "test"}
     for content, message in (("", "is empty"), (b"\x89PNG\r\n\x1a\n", "is not UTF-8")):
@@ -131,8 +131,8 @@ def shards(directory, files=SHARDS):
     return directory
 
 
-def words_to_type(error: pytest.ExceptionInfo, config):
-    """Return the configuration that an error tells to type."""
+def with_advised_words(error: pytest.ExceptionInfo, config):
+    """Return the configuration with the words that the error message suggests."""
     path, splits = re.findall(r"'data\.(?:path|split_paths)=(.*?)'(?= |,)", str(error.value))
     given = dict(re.findall(r'(\w+): "(.*?)"', splits))
     return replace(config, path=path.strip('"'), split_paths=given)
@@ -140,7 +140,7 @@ def words_to_type(error: pytest.ExceptionInfo, config):
 
 @pytest.mark.parametrize("name", ["interval-train.txt", "b.dev.txt", "constraints.txt"])
 def test_no_globs_are_named_that_mix_or_lose_files(name, settings, tmp_path):
-    """A name has the words of two splits, or another word for its split, or a word in a word."""
+    """A name fits two splits, uses another word for its split, or has it inside a longer word."""
     shards(tmp_path / "texts", {each: each * 9 for each in ("a.train.txt", "a.val.txt", name)})
     config = settings(tmp_path / "texts")
     with pytest.raises(DataError, match=r"by globs in data.path and data.split_paths={val: GLOB}"):
@@ -157,7 +157,7 @@ def test_a_file_in_two_splits_is_noted(settings, tmp_path):
 
 @pytest.mark.parametrize("form", ["directory", "zip", "tar", "glob", "nested", "relative"])
 def test_files_named_for_several_splits_are_refused(form, settings, tmp_path, monkeypatch):
-    """With the words that read each split by itself, and those that read all as one text."""
+    """The error has the words that read each split separately, and those for one joined text."""
     files = {f"data/{name}": text for name, text in SHARDS.items()} if form == "nested" else SHARDS
     path = shards(tmp_path / "shards", files)
     config = settings(path / "*.*" if form == "glob" else path)
@@ -173,18 +173,18 @@ def test_files_named_for_several_splits_are_refused(form, settings, tmp_path, mo
         )
     with pytest.raises(DataError, match=rf"named for several splits: .*; {words}") as error:
         prepare(config)
-    typed = words_to_type(error, config)
+    typed = with_advised_words(error, config)
     encoded = prepare(typed)
     found = [text.rstrip("\n") for text in split_texts(encoded, typed)]
     assert found == ["to be \n" + "or not " * 20, "is the question", "he asked"]
     whole = prepare(replace(config, split_paths={}))
     assert whole.parts == [] and whole.sha256 != encoded.sha256
-    # A run that has read all of them as one text goes on.
+    # A run that has read all of them as one text continues.
     assert prepare_all(config, recorded=RecordedText(whole.sha256))[""].sha256 == whole.sha256
 
 
-def test_a_run_whose_splits_were_named_by_files_goes_on_with_the_same_words(settings, tmp_path):
-    """The SHA-256 that an earlier version has recorded is the one of the splits given by keys."""
+def test_a_run_from_a_version_that_split_by_file_names_can_continue(settings, tmp_path):
+    """Its recorded SHA-256 equals that of the same splits given by keys."""
     files = {"train-1.txt": "to be\n", "val-1.txt": "or not\n"}
     path = shards(tmp_path / "a", files)
     config = settings(path / "train*", split_paths={"val": str(path / "val*")})
@@ -202,7 +202,7 @@ def test_a_run_whose_splits_were_named_by_files_goes_on_with_the_same_words(sett
         ("trains.txt tests.txt", None),
         ("test/1.py test/2.py model.py", None),
         ("train-1.txt test-1.txt other.txt", 0),
-        ("validation-1.txt test-1.txt", 0),  # no file is named train
+        ("validation-1.txt test-1.txt", 0),  # no training file
         ("train.py test.py test-a.py model.py", 0),
         ("a-TRAIN.txt a-Dev.txt a-Test.txt", 2),
         ("train/en/0.txt validation/en/0.txt validation/en/1.txt test/en/0.txt", 3),
@@ -211,7 +211,7 @@ def test_a_run_whose_splits_were_named_by_files_goes_on_with_the_same_words(sett
     ],
 )
 def test_names_of_splits(names, held_out, settings, tmp_path):
-    """As many files are held out, if there is one to validate on and the words name all."""
+    """The advised words hold out this many files. 0: no advice; None: no split is recognized."""
     config = settings(shards(tmp_path / "shards", dict.fromkeys(names.split(), "to be\n")))
     if held_out is None:
         assert prepare(config).parts == []
@@ -219,12 +219,12 @@ def test_names_of_splits(names, held_out, settings, tmp_path):
     with pytest.raises(DataError, match="named for several splits") as error:
         prepare(config)
     if held_out:
-        typed = words_to_type(error, config)
+        typed = with_advised_words(error, config)
         data = TextDataset(prepare(typed), typed)
         assert len(data.val) + len(data.test) == held_out * len("to be\n")
 
 
-def test_other_divisions_of_the_same_files_are_encoded_by_themselves(settings, tmp_path):
+def test_each_way_to_split_the_same_files_is_encoded_separately(settings, tmp_path):
     for name in ("train-a", "val-b"):
         (tmp_path / "records").mkdir(exist_ok=True)
         rows = [json.dumps({"text": f"{name} {i}"}) + "\n" for i in range(20)]

@@ -1,4 +1,4 @@
-"""The cache of encoded texts: what a refused configuration leaves, and who may delete what."""
+"""The cache of encoded texts, shared by processes that may be refused, killed or slow."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def config(settings, tmp_path):
 
 
 @pytest.mark.parametrize("text", [TEXT, ""])
-def test_a_new_cache_is_taken_back_as_a_whole(text, config, settings, tmp_path):
-    """Also if the text is refused."""
+def test_discarding_a_new_cache_leaves_no_files(text, config, settings, tmp_path):
+    """One text is encoded, and the other is refused."""
     config = settings(text, cache_dir=config.cache_dir)
     before = files(tmp_path)
     cache = TextCache(config)
@@ -47,18 +47,18 @@ def test_a_new_cache_is_taken_back_as_a_whole(text, config, settings, tmp_path):
     assert files(tmp_path) == before
 
 
-def test_a_cache_that_was_there_keeps_what_it_had(config, settings):
+def test_discarding_keeps_the_entries_of_an_existing_cache(config, settings):
     kept = prepare(config)
     before = files(Path(config.cache_dir))
     cache = TextCache(config)
-    prepare(config, cache=cache)  # found, not added
+    prepare(config, cache=cache)  # finds the existing entry
     prepare(replace(config, tokenizer="byte"), cache=cache)
     cache.discard()
     assert files(Path(config.cache_dir)) == before
     assert prepare(config) == kept
 
 
-def test_what_another_process_has_added_meanwhile_stays(config, settings):
+def test_discarding_keeps_the_entries_of_another_process(config, settings):
     cache = TextCache(config)
     prepare(config, cache=cache)
     other = Path(prepare(settings(TEXT + "!", cache_dir=config.cache_dir)).directory)
@@ -67,7 +67,7 @@ def test_what_another_process_has_added_meanwhile_stays(config, settings):
     assert files(other.parent) == [LOCK, *(f"{other.name}{name}" for name in names)]
 
 
-def test_a_text_that_took_long_to_encode_stays(config, monkeypatch):
+def test_discarding_keeps_a_text_that_took_long_to_encode(config, monkeypatch):
     monkeypatch.setattr(text_cache, "KEPT_SECONDS", 0.0)
     cache = TextCache(config)
     encoded = prepare(config, cache=cache)
@@ -76,7 +76,7 @@ def test_a_text_that_took_long_to_encode_stays(config, monkeypatch):
 
 
 def test_a_lock_that_another_process_has_deleted_is_taken_again(config, monkeypatch):
-    """A process that waits for the lock must not encode beside one that locks a new file."""
+    """A process that waits for a deleted lock file must not encode while another has a new one."""
     cache, deleted = TextCache(config), []
     flock = fcntl.flock
 
@@ -93,7 +93,7 @@ def test_a_lock_that_another_process_has_deleted_is_taken_again(config, monkeypa
 
 
 def test_starts_without_locks_do_not_disturb_each_other(config, monkeypatch):
-    """As on several nodes, whose locks may not hold between them."""
+    """File locks may not work between nodes."""
 
     def flock(file, operation):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -107,7 +107,7 @@ def test_starts_without_locks_do_not_disturb_each_other(config, monkeypatch):
 
 
 def test_the_directory_of_a_faster_node_stays(config):
-    """Its ranks may be reading the files."""
+    """The ranks of that node may already be reading its files."""
     directory = Path(prepare(config).directory)
     before = os.stat(directory / "tokens.bin")
     cache = TextCache(config)
@@ -117,7 +117,7 @@ def test_the_directory_of_a_faster_node_stays(config):
     assert os.path.samestat(os.stat(directory / "tokens.bin"), before)
 
 
-def test_what_a_killed_process_has_left_is_deleted_after_a_day(config, settings):
+def test_partial_files_of_a_killed_process_are_deleted_after_a_day(config, settings):
     prepare(config)
     left, new = (Path(config.cache_dir) / f".partial-{name}" for name in ("left", "new"))
     for path in (left, new):
@@ -127,7 +127,7 @@ def test_what_a_killed_process_has_left_is_deleted_after_a_day(config, settings)
     assert not left.exists() and new.exists()
 
 
-def test_waiting_for_another_process_is_said_after_a_while(config, monkeypatch, caplog):
+def test_waiting_for_another_process_is_logged_after_a_while(config, monkeypatch, caplog):
     monkeypatch.setattr(lock, "LONG_WAIT_S", 0.01)
     caplog.set_level("INFO")
     cache = TextCache(config)

@@ -1,4 +1,4 @@
-"""Directories and globs of texts, and archives by the URLs of fsspec."""
+"""Texts from directories, from globs, and from archives by fsspec's URLs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mingpt_ddp.errors import DataError
 from tests.unit.data.reading import make_directory, make_tar, make_zip, prepare, text_of
 
 FILES = {"b/2.txt": b"second\n", "a.txt": b"first", "b/10.md": "dritter: ß".encode()}
-JOINED = "first\ndritter: ß\nsecond\n"  # sorted by name, a line feed after each
+JOINED = "first\ndritter: ß\nsecond\n"  # sorted by file name, with a line feed after each text
 
 
 def every_form(root: Path, files=FILES) -> list[str]:
-    """Return paths and URLs of the files in a directory and in archives."""
+    """Write the files as a directory and as archives. Return the path or URL of each."""
     return [
         str(make_directory(root / "texts", files)),
         f"zip://**::{make_zip(root / 'x.zip', files)}",
@@ -94,8 +94,8 @@ def test_hidden_and_binary_files_are_skipped_with_a_line(settings, tmp_path, cap
         prepare(settings(tmp_path / "texts"))
 
 
-def test_names_are_labels_only(settings, tmp_path):
-    """A member may be called anything: nothing is written outside of the cache."""
+def test_member_names_are_never_used_as_paths(settings, tmp_path):
+    """Whatever a member of an archive is called, nothing is written outside the cache."""
     outside = tmp_path / "outside.txt"
     outside.write_text("secret")
     path = make_tar(tmp_path / "x.tar", {"../../escape.txt": b"abc\n"})
@@ -112,7 +112,7 @@ def test_names_are_labels_only(settings, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == expected
 
 
-def test_the_whole_file_system_is_no_text(settings, tmp_path):
+def test_the_root_of_the_file_system_is_refused(settings, tmp_path):
     (tmp_path / "link").symlink_to("/")
     for path in (Path("/"), tmp_path / "link"):
         with pytest.raises(DataError, match="is the root of the file system; name a directory"):

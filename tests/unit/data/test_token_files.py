@@ -1,4 +1,4 @@
-"""Files of token ids: where their tokens lie, what is refused, and what becomes of them."""
+"""Files of token ids: their headers, their splits, and the files that are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LINE = "To be, or not to be: that is the question.\n"
 
 
 def header(magic: int, version: int, length: int) -> bytes:
-    """Return a header as llm.c writes it."""
+    """Return a file header in the format of llm.c."""
     return np.array([magic, version, length] + [0] * 253, np.int32).tobytes()
 
 
@@ -36,7 +36,7 @@ def packed(make, tmp_path: Path) -> bytes:
 
 @pytest.fixture
 def ids(settings, tmp_path):
-    """Return a function that makes the configuration of a file with tokens."""
+    """Return a function that makes a configuration for a token file."""
 
     def make(content: bytes | np.ndarray | Path, **changes):
         if isinstance(content, np.ndarray):
@@ -59,7 +59,7 @@ def everything(config) -> list[int]:
     return [*chain(*splits(config))]
 
 
-def test_headerless_tokens_are_split_at_their_end(ids):
+def test_tokens_without_a_header_are_split_at_the_end(ids):
     config = ids(BIN, dtype="uint16", test_split=0.05)
     assert splits(config) == [part.tolist() for part in np.split(IDS, [900, 950])]
     assert everything(replace(config, truncate=0.5)) == IDS[:500].tolist()
@@ -78,7 +78,7 @@ def test_headerless_tokens_are_split_at_their_end(ids):
     ],
     ids=["llm.c", "llm.c, llama 3", "uint16", "uint32", "int32", "int64", "uint8"],
 )
-def test_a_header_says_the_type(content, ids):
+def test_a_header_gives_the_dtype(content, ids):
     expected = content if isinstance(content, np.ndarray) else IDS
     assert everything(ids(content)) == expected.tolist()
 
@@ -114,7 +114,7 @@ UINT16 = {"dtype": "uint16"}
         (b"\x93NUMPY\x01\0", {}, "cannot be read as a NumPy array"),
     ],
 )
-def test_what_has_no_such_tokens_is_refused(content, changes, message, ids, tmp_path):
+def test_files_without_valid_tokens_are_refused(content, changes, message, ids, tmp_path):
     config = ids(content(tmp_path) if callable(content) else content, **changes)
     with pytest.raises(DataError, match=rf"^data error: data.path=\S+ .*{message}") as caught:
         prepare_all(config)
@@ -185,7 +185,7 @@ def test_sources_splits_and_further_tokens(ids, tmp_path):
 
 
 def test_shakespeare_char_of_nanogpt(ids, settings, tmp_path, monkeypatch):
-    """Its data/shakespeare_char/prepare.py, and docs/data.md on meta.pkl."""
+    """Files as nanoGPT's data/shakespeare_char/prepare.py writes them work as docs/data.md says."""
     text = LINE * 20 + "äöü"
     chars = sorted(set(text))
     stoi = {ch: i for i, ch in enumerate(chars)}
@@ -212,7 +212,7 @@ def test_shakespeare_char_of_nanogpt(ids, settings, tmp_path, monkeypatch):
 
 
 def test_openwebtext_of_nanogpt(ids, tmp_path):
-    """The layout of its data/openwebtext/prepare.py: documents, each with an end-of-text token."""
+    """nanoGPT's data/openwebtext/prepare.py ends each document with an end-of-text token."""
     pytest.importorskip("tokenizers")
     from mingpt_ddp.data.tokenizers.bpe import train_bpe
 

@@ -1,4 +1,4 @@
-"""Characters and bytes to token ids and back, and the states of tokenizers in snapshots."""
+"""Character and byte tokenizers, and the tokenizer states in snapshots."""
 
 from __future__ import annotations
 
@@ -47,11 +47,12 @@ def test_bytes():
         tokenizer.encode("a\udcff")
 
 
-def test_none(tmp_path):
+def test_no_tokenizer(tmp_path):
     state = NoTokenizer(50257).state()
     known = tokenizer_from_state(state)
     assert isinstance(known, NoTokenizer) and known.vocab_size == 50257
-    assert "json" not in state["tokenizer"]  # which earlier versions read of any other type
+    # Earlier versions would read a "json" entry of any tokenizer type that they do not know.
+    assert "json" not in state["tokenizer"]
     for call in (lambda: known.encode(""), lambda: known.decode([1])):
         with pytest.raises(DataError, match="neither read nor write text"):
             call()
@@ -63,7 +64,7 @@ def test_none(tmp_path):
 @pytest.mark.parametrize(
     "tokenizer", [CharTokenizer("\nab"), ByteTokenizer()], ids=["char", "byte"]
 )
-def test_a_tokenizer_with_an_end(tokenizer):
+def test_a_tokenizer_with_an_end_token(tokenizer):
     ended = tokenizer.with_end()
     assert ended.end == tokenizer.vocab_size == ended.vocab_size - 1
     assert ended.with_end().state() == ended.state() != tokenizer.state()
@@ -72,8 +73,8 @@ def test_a_tokenizer_with_an_end(tokenizer):
     assert ended.decode([*ended.encode("ab"), ended.end, *ended.encode("b")]) == "abb"
 
 
-def test_characters_that_follow_the_end():
-    """A run on other weights adds its characters after theirs."""
+def test_characters_that_follow_the_end_token():
+    """A run that starts from another run's weights adds its characters after theirs."""
     tokenizer = CharTokenizer(f"a{END}b")
     assert tokenizer.state() == {"vocabulary": "ab", "end_token": 1}
     again = tokenizer_from_state(tokenizer.state())

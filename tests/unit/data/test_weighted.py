@@ -1,4 +1,7 @@
-"""Windows of several texts by weight: exact shares, all seen before any is repeated."""
+"""Windows are drawn from several texts by weight.
+
+The shares are exact, and a text repeats no window before it has shown all of them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def loader(
 
 
 def starts(of: WeightedLoader, epoch: int) -> np.ndarray:
-    """Return where the windows of an epoch start: a token is its own position."""
+    """Return the start positions of an epoch's windows: each token is its own position."""
     plan = BatchPlan(of.batch_size, of.batch_size, 1)
     steps = range(epoch * of.steps_per_epoch + 1, (epoch + 1) * of.steps_per_epoch + 1)
     micros = [of.get_batch(step, plan, 0)[0] for step in steps]
@@ -40,11 +43,11 @@ def test_each_text_gives_its_share_and_windows_stay_inside():
     assert np.all(found + T < (BEGINS + SIZES)[text])
 
 
-def test_all_windows_of_a_text_come_before_any_again():
+def test_all_windows_of_a_text_come_before_any_is_repeated():
     whole = loader(batch=1)
     per_epoch = [[s for s in starts(whole, epoch) if s < SIZES[0]] for epoch in range(12)]
     assert len({*per_epoch[0]}) == len(per_epoch[0]) > 40
-    # the offset differs by epoch
+    # The offset differs between epochs.
     assert len({min(part) % T for part in per_epoch}) > 1
     counts = np.bincount([(s - min(part) % T) // T for part in per_epoch for s in part])
     assert max(counts) - min(counts) <= 2
@@ -74,6 +77,6 @@ def test_batches_are_a_function_of_the_step():
         ),
     ],
 )
-def test_what_gives_no_windows_is_refused(changes, message):
+def test_sources_that_give_no_windows_are_refused(changes, message):
     with pytest.raises(DataError, match=message):
         loader(**changes)

@@ -1,4 +1,4 @@
-"""The cores and memory of this machine, and the processes that fit."""
+"""The cores and memory of this machine limit the number of processes."""
 
 import os
 
@@ -14,11 +14,11 @@ from mingpt_ddp.errors import ConfigError
 )
 def test_a_container_has_less_memory_than_its_machine(limit, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "CGROUP_LIMIT", tmp_path / "memory.max")
-    physical = machine.installed_memory()
+    physical = machine.usable_memory()
     if limit is not None:
         machine.CGROUP_LIMIT.write_text(limit)
     assert 1 << 28 < physical < 1 << 45
-    assert machine.installed_memory() == (expected or physical)
+    assert machine.usable_memory() == (expected or physical)
 
 
 @pytest.fixture
@@ -37,10 +37,10 @@ def test_processes_are_bounded_by_the_cores(two_cores):
 
 
 def test_processes_that_others_start_count_too(two_cores):
-    check_processes("data.num_workers", 8, per=4)
-    check_processes("data.num_workers", 1, per=1000)  # one is never too many
+    check_processes("data.num_workers", 8, n_parents=4)
+    check_processes("data.num_workers", 1, n_parents=1000)  # one per rank is always allowed
     with pytest.raises(ConfigError, match="at most 8 here"):
-        check_processes("data.num_workers", 9, per=4)
+        check_processes("data.num_workers", 9, n_parents=4)
 
 
 def test_ranks_are_bounded_by_the_memory(two_cores):

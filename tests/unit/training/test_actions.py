@@ -252,8 +252,11 @@ def greedy(step: int, gradients: dict[str, Tensor], weights: dict[str, Tensor]) 
         (HeldWeights, r"its state holds a weight itself; keep a clone\(\) of it"),
         (ClonedLate, "a repeated step gives a different result; keep the hook.s memory"),
         (ClonedWeights, "a repeated step gives a different result; keep the hook.s memory"),
-        (clashing, "the task or another hook has a metric accuracy, too"),
-        (ClashingEvaluation, "the task or another hook has a metric accuracy, too"),
+        (clashing, "the task or another hook has a metric accuracy, too; choose another name"),
+        (
+            ClashingEvaluation,
+            "the task or another hook has a metric accuracy, too; choose another name",
+        ),
         (taken_name, "a metric cannot have the name 'lr'"),
         (text, "the metric largest must be a scalar"),
     ],

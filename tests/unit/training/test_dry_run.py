@@ -273,7 +273,7 @@ class Sum(Plain):
         ),
         (
             Sum,
-            r"must return the mean cross-entropy of its logits, which in evaluation mode are \d\.\d{4} nats, not 1",  # noqa: E501
+            r"must return the mean cross-entropy of its logits, which in evaluation mode is \d\.\d{4} nats, not 1",  # noqa: E501
         ),
         (PythonRandom, "the model own would not resume exactly: its loss depends on more than"),
         (Counter, "the model own would not resume exactly: its loss depends on more than"),

@@ -45,7 +45,7 @@ class Clock:
         while self.state.step < min(until, self.length.steps):
             step = self.state.step + 1
             self.seconds += step_s
-            if steps := self.timer.take(step):
+            if steps := self.timer.record_step(step):
                 self.length.fix(steps, step)
             self.state.step = step
 
@@ -193,8 +193,8 @@ def test_another_limit_that_is_smaller_is_named(monkeypatch, caplog):
     assert clock.state.step == 150
     assert caplog.messages == [
         "trainer.max_minutes=1 is 960 steps: a step takes 62.5 ms",
-        "trainer.max_steps=150 ends the run at step 150, before trainer.max_minutes=1.0; set it to "
-        "null to continue",
+        "trainer.max_steps=150 ends the run at step 150, before trainer.max_minutes=1.0; set "
+        "trainer.max_steps=null to train on",
     ]
 
 

@@ -235,7 +235,7 @@ def test_a_state_that_could_not_be_read_again_is_refused(cwd):
     before = sorted(cwd.rglob("*"))
     task = text_task(configuration(NAME, MORE_STEPS))
     task.state = lambda: {"vocabulary": "x" * 15_900_000}
-    with pytest.raises(ConfigError, match=r"state.json would begin with 15,9[\d,]+ bytes"):
+    with pytest.raises(ConfigError, match=r"state.json would have 15,9[\d,]+ bytes at the start"):
         check_state_size(task)
     task.state = lambda: {"vocabulary": "".join(map(chr, range(32, 0xD800)))}
     check_state_size(task)

@@ -112,7 +112,7 @@ def settings_of(groups: list[Group], directories: list[Path]) -> list[Setting]:
     """Divide groups of jobs into the settings to compare. The best setting comes first.
 
     The jobs of a group differ only in `run.seed` and make one setting. If they are in several
-    directories, each directory is a setting of its own in two cases: the directories have trained
+    directories, each directory is a setting of its own in two cases: the directories have jobs with
     the same seeds (so the code or the machine differs), or there is nothing else to compare.
 
     Args:
@@ -121,16 +121,16 @@ def settings_of(groups: list[Group], directories: list[Path]) -> list[Setting]:
     """
     keys = varying(groups)
 
-    def part_of(job: RunRecord) -> Path | None:
+    def directory_of(job: RunRecord) -> Path | None:
         return next(filter(job.directory.is_relative_to, directories), None)
 
     settings = []
     for group in groups:
-        parts = grouped(group.jobs, part_of)
+        parts = grouped(group.jobs, directory_of)
         if not _are_settings(parts.values(), is_only=len(groups) == 1):
             parts = {None: group.jobs}
-        for part, members in parts.items():
-            settings.append(Setting(members, group.config, _label(group, keys, part)))
+        for directory, members in parts.items():
+            settings.append(Setting(members, group.config, _label(group, keys, directory)))
     labels = [each.label for each in settings]
     if len({*labels}) < len(labels):
         settings = [replace(each, label=f"{n}: {each.label}") for n, each in enumerate(settings, 1)]
@@ -283,18 +283,18 @@ def _why_incomparable(one: Setting, other: Setting) -> str | None:
     return why_incomparable(one.by_seed, other.by_seed)
 
 
-def _label(group: Group, keys: list[str], part: Path | None) -> str:
+def _label(group: Group, keys: list[str], directory: Path | None) -> str:
     """Label a group by the values that distinguish it, or else by its name.
 
     Args:
         keys: Keys whose values differ between the groups.
-        part: Directory of the jobs, if each directory is a setting of its own.
+        directory: Directory of the jobs, if each directory is a setting of its own.
     """
     words = assignments(group, keys)
     text = cut(group.name)
     if 0 < len(words) <= MAX_KEYS_IN_LABEL:
         text = ", ".join(words)
-    if part is None:
+    if directory is None:
         return text
-    name = cut(part.resolve().name)
+    name = cut(directory.resolve().name)
     return f"{name} ({text})" if keys else name

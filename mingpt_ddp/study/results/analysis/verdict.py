@@ -106,7 +106,9 @@ def sentences(groups: list[Group], directories: list[Path], most: int) -> list[s
     conclusions = [sentence(comparison) for comparison in comparisons[:most]]
     if len(comparisons) > most:
         command = compare_command(directories, groups[0].ranked_by)
-        conclusions.append(f"and {len(comparisons) - most} more: `{command}`")
+        conclusions.append(
+            f"and {counted(len(comparisons) - most, 'more comparison')}: `{command}`"
+        )
     return [
         *_order_notes(settings, comparisons),
         *conclusions,
@@ -119,9 +121,9 @@ def _no_verdict(settings: list[Setting]) -> str:
     if all(setting.n_complete == 1 and not setting.diverged for setting in settings):
         why = "each setting has one seed, which says nothing about chance"
     else:
-        why = "no setting has two complete seeds"
+        why = "every setting has fewer than two complete seeds"
         if any(setting.diverged for setting in settings):
-            why += " without a diverged seed"
+            why += ", or a diverged seed"
     return f"nothing can be said: {why}; {MORE_SEEDS}"
 
 
@@ -197,7 +199,9 @@ def notes_on(settings: list[Setting], comparisons: list[Comparison], pairs: int)
     for setting in settings:
         if setting.n_unfinished:
             jobs_left_out = counted(setting.n_unfinished, "job")
-            notes.append(f"not counted, because not complete: {jobs_left_out} of {setting.label}")
+            notes.append(
+                f"jobs that are not complete do not count: {jobs_left_out} of {setting.label}"
+            )
     return (
         notes
         + _diverged(settings)

@@ -56,7 +56,8 @@ class VersionVerdict:
         seeds = grouped(self.bits, self.bits.__getitem__)
         bits = "; ".join(f"{verdict} with seed {', '.join(seeds[verdict])}" for verdict in seeds)
         speeds = (
-            f"a step {_shown(self.speed(_step_ms))}, the whole run {_shown(self.speed(_seconds))}"
+            f"a step is {_format_speed(self.speed(_step_ms))}, "
+            f"the whole run is {_format_speed(self.speed(_seconds))}"
         )
         said = [quality, f"{names}, speed: {speeds}"]
         return [*said, f"{names}: {bits}"] if bits else said
@@ -135,13 +136,13 @@ def _seconds(job: RunRecord) -> float | None:
     return number(job.result.get("wall_seconds"))
 
 
-def _shown(speed: list[float] | None) -> str:
-    """Format a ratio of speeds: `0.970 times (95% interval 0.963 to 0.977: slower)`."""
+def _format_speed(speed: list[float] | None) -> str:
+    """Format a ratio of speeds: `0.970 times as fast (95% interval 0.963 to 0.977: slower)`."""
     if speed is None:
-        return "unknown"
+        return "of unknown speed"
     mean, low, high = speed
     what = "no difference shown" if low <= 1 <= high else "faster" if low > 1 else "slower"
-    return f"{mean:.3f} times (95% interval {low:.3f} to {high:.3f}: {what})"
+    return f"{mean:.3f} times as fast (95% interval {low:.3f} to {high:.3f}: {what})"
 
 
 def _bits(one: RunRecord, other: RunRecord, digests: Mapping[Path, str]) -> str:

@@ -108,7 +108,7 @@ class Figures:
         """Draw measurements of each row over the steps: the mean of its seeds in a shaded band.
 
         Args:
-            titles: The titles of the figures. A key of metrics.jsonl names the measurement.
+            titles: Title of each figure, by the key of its measurement in metrics.jsonl.
         """
         curves: dict[str, list[tuple[Style, Curve]]] = {key: [] for key in titles}
         for group, style in self._rows:

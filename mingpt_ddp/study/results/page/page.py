@@ -40,12 +40,12 @@ from mingpt_ddp.study.results.runs import (
 )
 
 BARS = (
-    "Bars: the 95% interval of each mean. They can overlap although a comparison seed by seed "
-    "shows a difference."
+    "Bars: the 95% interval of each mean. They can overlap even if a comparison seed by "
+    "seed shows a difference."
 )
-MAX_SENTENCES = 12  # the verdict of a page has at most so many sentences
-MAX_OTHER_CURVES = 16  # the page of a single run has at most so many figures besides its losses
-MAX_SAMPLES = 12  # the page of a single run has about so many generated texts
+MAX_SENTENCES = 12  # largest number of sentences in the verdict of a page
+MAX_OTHER_CURVES = 16  # largest number of figures besides the losses, for a single run
+MAX_SAMPLES = 12  # approximate number of generated texts on the page of a single run
 MAX_SAMPLE_LENGTH = 2000  # longest part of a generated text, in characters
 
 
@@ -75,7 +75,8 @@ def render_page(title: str, results: Results, reload_s: float = 0) -> str:
     sections["Notes"] = bullets(unread)
     body = f"<h1>{escape(title)}</h1><p>{escape(_summary(results))}</p>"
     if reload_s:
-        body += f"<p>Running: as of {when(time.time())}; this page reloads itself.</p>"
+        now = when(time.time())
+        body += f"<p>Still running. This is the state at {now}; this page reloads itself.</p>"
     for heading, content in sections.items():
         if content:
             body += f"<h2>{heading}</h2>{content}"
@@ -191,7 +192,8 @@ def _sweep(figures: Figures, results: Results) -> dict[str, str]:
     curves = figures.losses({objective.series: objective.title, "train_loss": training})
     parameters = _grid("".join(map(figures.over_parameter, results.keys[:MAX_FIGURES])))
     if more := len(results.keys[MAX_FIGURES:]):
-        parameters = f"<p>The first {MAX_FIGURES}; the table has the other {more}.</p>{parameters}"
+        text = f"These are the first {MAX_FIGURES} parameters; the table has the other {more}."
+        parameters = f"<p>{text}</p>{parameters}"
     if results.has_replicates and parameters:
         parameters = f"<p>{BARS}</p>{parameters}"
     ranks = [*map(str, range(1, len(results.groups) + 1))]
@@ -211,7 +213,7 @@ def _rows(results: Results, ranks: list[str]) -> str:
     """Return the table of the groups.
 
     Args:
-        ranks: The number of each row, which its curves have too.
+        ranks: The number of each row. The curves of a row have the same number.
     """
     rows = []
     for rank, group in zip(ranks, results.groups, strict=True):

@@ -289,7 +289,7 @@ def test_another_vocabulary():
     figures = strategies(outputs=50257)["single"]
     assert figures["weights_bytes"] == 4 * (PARAMETERS + (50257 - VOCABULARY) * WIDTH)
     config = configuration("experiment=toy")
-    with pytest.raises(ConfigError, match="vocab_size=9 is of texts"):
+    with pytest.raises(ConfigError, match="vocab_size=9 works only for texts"):
         make_plan(Job(config), Machine("h100"), vocab_size=9)
 
 

@@ -1,4 +1,4 @@
-"""What a report ranks jobs by, and what it says of jobs that do not compare."""
+"""What a report ranks jobs by, and what it says of jobs that cannot be compared."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fake_runs import fake_run
 from mingpt_ddp.study.results.analysis.verdict import verdict
 from mingpt_ddp.study.results.report import report
 
-RANKED = "ranked by bits per byte: losses per token of different tokenizers do not compare"
+RANKED = "ranked by bits per byte: losses per token of different tokenizers cannot be compared"
 TASKS = "the jobs have different tasks, each of which defines its own loss (task.name)"
 
 
@@ -54,7 +54,7 @@ def test_different_tokenizers_are_ranked_by_bits_per_byte(tokenizers):
         "(1.0000) pruned bpe 300 100 40,000 0 0:01:02 1.0000 pruned",
         "- complete byte null 100 40,000 0 0:01:02 2.0000 byte",
     ]
-    unranked = "note: without bits per byte, so not ranked: byte"
+    unranked = "note: these jobs have no bits per byte and are not ranked: byte"
     assert lines[5:8] == [f"note: {RANKED}", unranked, f"best: {tokenizers / 'bpe'}"]
     page = (tokenizers / "page.html").read_text()
     assert "Bits per byte 3.5000, validation loss 7.0400, tokenizer: bpe, vocab size: null." in page
@@ -77,22 +77,23 @@ def test_no_job_with_bits_per_byte(tmp_path):
         fake_run(tmp_path / name, {"data.tokenizer": name})
     text = report([tmp_path], tmp_path / "page.html")
     assert (
-        "note: without bits per byte, so not ranked: byte, char\nno complete job has bits" in text
+        "these jobs have no bits per byte and are not ranked: byte, char\nno complete job has bits"
+        in text
     )
     assert "<p>No complete job has bits per byte.</p>" in (tmp_path / "page.html").read_text()
 
 
-# Results that do not compare
+# Results that cannot be compared
 
-TEXTS = "the jobs were measured on different texts ({}): their results do not compare"
+TEXTS = "the jobs were measured on different texts ({}): their results cannot be compared"
 PARTS = (
-    "the jobs were measured on different parts of the validation split ({}): their results do "
-    "not compare exactly"
+    "the jobs were measured on different parts of the validation split ({}): their results "
+    "cannot be compared exactly"
 )
 SHA = {"data.sha256": "1"}
 TEN = {"trainer.eval_steps": 10}
 DIGITS = {"data.dataset": "digits", "data.path": "elsewhere", "task.name": "classification"}
-DATA = "the jobs were measured on different data (data.dataset): their results do not compare"
+DATA = "the jobs were measured on different data (data.dataset): their results cannot be compared"
 
 
 @pytest.mark.parametrize(

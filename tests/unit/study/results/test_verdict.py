@@ -187,7 +187,7 @@ def test_the_numbers_as_json(tmp_path, call):
     first = found["comparisons"][0]
     assert (first["reference"], first["other"]) == ("lr=0.001", "lr=0.003")
     assert first["better"] is None and first["p_corrected"] == pytest.approx(3 * first["p"])
-    assert any("not complete: 1 job of lr=0.003" in note for note in found["notes"])
+    assert any("do not count: 1 job of lr=0.003" in note for note in found["notes"])
     assert any("p is corrected for all 3 pairs of settings (Holm)" in n for n in found["notes"])
 
 
@@ -256,27 +256,32 @@ VERSIONS = "the jobs were trained with several versions of"
             {"content": "2"},
             [],
             4,
-            f"{VERSIONS} recipe/mine.py: seeds of different versions are not taken together",
+            f"{VERSIONS} recipe/mine.py: seeds of different versions are not grouped",
         ),
         (
             {"content": "2"},
             ["accept_code=true"],
             2,
-            f"{VERSIONS} recipe/mine.py: run.accept_code=true takes their seeds together",
+            f"{VERSIONS} recipe/mine.py: run.accept_code=true groups their seeds",
         ),
         ({"content": "2", "is_accepted": True}, [], 2, f"{VERSIONS} recipe/mine.py: run.acc"),
-        ({"earlier": ["12345678"]}, [], 4, "trained with more than one version of your code: "),
+        (
+            {"earlier": ["12345678"]},
+            [],
+            4,
+            "these jobs were trained with more than one version of your code: ",
+        ),
         (
             {"package": "q", "commit": f"{'b' * 40}-dirty"},
             [],
             2,
-            f"{VERSIONS} mingpt_ddp, {'a' * 12} and {'b' * 12}-dirty: their seeds are taken to",
+            f"{VERSIONS} mingpt_ddp, {'a' * 12} and {'b' * 12}-dirty: their seeds are gro",
         ),
         (
             {"text": "u"},
             [],
             4,
-            "the jobs were measured on different texts (data.sha256): their results do not compare",
+            "the jobs were measured on different texts (data.sha256): their results cannot be com",
         ),
     ],
     ids=["file", "accepted", "recorded", "earlier file", "package", "text"],
@@ -392,7 +397,9 @@ def test_where_all_settings_diverged_none_is_the_best(tmp_path, call):
         replicate(tmp_path, [1.0, 1.1, math.inf], lr=lr)
     lines = call(tmp_path, "compare")[1].splitlines()
     assert lines[0].startswith("note: lr=1 diverged at 1 of its 3 seeds (3), so")
-    assert lines[2].startswith("nothing can be said: no setting has two complete seeds without a")
+    assert lines[2].startswith(
+        "nothing can be said: every setting has fewer than two complete seeds, or a"
+    )
     table = call(tmp_path)[1]
     assert "there is no best setting, since each of them has a diverged seed" in table
     assert "best: " not in table and "*  " not in table

@@ -39,10 +39,10 @@ def judge(*settings, same=False):
 def test_the_same_code_is_neither_better_nor_faster(tmp_path):
     settings = [setting(tmp_path / name, LOSSES) for name in "ab"]
     (found,), document, lines = judge(*settings, same=True)
-    speed = "times (95% interval 1.000 to 1.000: no difference shown)"
+    speed = "times as fast (95% interval 1.000 to 1.000: no difference shown)"
     assert lines[-3:] == [
         "b against a: the same validation loss at each seed",
-        f"b against a, speed: a step 1.000 {speed}, the whole run 1.000 {speed}",
+        f"b against a, speed: a step is 1.000 {speed}, the whole run is 1.000 {speed}",
         "b against a: the same bits with seed 1, 2, 3",
     ]
     assert found.has_same_bits and not found.is_worse
@@ -56,13 +56,16 @@ def test_a_version_with_a_higher_loss_is_worse_and_slower(tmp_path):
     b = setting(tmp_path / "b", [1.2, 2.21, 3.19], step_ms=10.3)
     (found,), _, (*_, better, speed, bits) = judge(a, b)
     assert better.startswith("a is better than b by 0.200 ± 0.025 (95% interval 0.175 to 0.225")
-    assert "a step 0.971 times (95% interval 0.971 to 0.971: slower), the whole run 1.000" in speed
+    assert (
+        "a step is 0.971 times as fast (95% interval 0.971 to 0.971: slower), the whole run is 1.0"
+        in speed
+    )
     assert bits == "b against a: different bits, first seen at step 5 with seed 1, 2, 3"
     assert found.is_worse and not found.has_same_bits
     (found,), document, (*_, better, speed, _) = judge(b, a)
     assert "a is better than b by 0.200" in better and not found.is_worse
     assert document["best"] == "a"
-    assert "a step 1.030 times (95% interval 1.030 to 1.030: faster)" in speed
+    assert "a step is 1.030 times as fast (95% interval 1.030 to 1.030: faster)" in speed
 
 
 def test_of_other_lengths_no_step_is_said_to_differ_beyond_the_shorter(tmp_path):
@@ -71,7 +74,9 @@ def test_of_other_lengths_no_step_is_said_to_differ_beyond_the_shorter(tmp_path)
     line = "b against a: different bits, different lengths (104 steps against 108) with seed 1"
     assert judge(a, b)[2][-1] == line
     (found,), _, lines = judge(a, b, same=True)
-    assert found.has_same_bits and "a step unknown" in lines[-2], "one seed is enough for bits"
+    assert found.has_same_bits and "a step is of unknown speed" in lines[-2], (
+        "one seed is enough for bits"
+    )
 
 
 def test_each_is_compared_with_the_first_and_p_is_corrected_for_that(tmp_path):
