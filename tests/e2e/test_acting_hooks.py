@@ -1,4 +1,4 @@
-"""Hooks that act on a run: on gradients, weights and evaluations, exact under kills."""
+"""Check that hooks may act on gradients, weights and evaluations, and that kills change no bits."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 def test_metrics_of_hooks_are_the_same_on_any_number_of_ranks(tmp_path):
-    """With canonical reduction, and so are the weights."""
+    """With canonical reduction, the weights are the same too."""
     found = []
     for ranks in (1, 2, 3):
         cwd = project(tmp_path / str(ranks))
@@ -86,8 +86,8 @@ def test_a_sharded_model_gives_each_rank_its_rows(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
-def test_a_mistake_is_one_line_and_nothing_is_written(ranks, tmp_path):
-    """Also one of rank 1 alone."""
+def test_a_mistake_is_reported_in_one_line_and_nothing_is_written(ranks, tmp_path):
+    """This also holds for a mistake that only rank 1 makes."""
     failing = "assert int(os.environ.get('RANK', 1)) == 0"
     hooks = "import os\n" + HOOKS.replace("    largest =", f"    {failing}\n    largest =")
     cwd = project(tmp_path, hooks)
@@ -100,7 +100,7 @@ def test_a_mistake_is_one_line_and_nothing_is_written(ranks, tmp_path):
 
 
 def test_ranks_that_act_differently_are_refused(tmp_path):
-    """Also if they begin to differ in the third of the trial steps."""
+    """The ranks differ only from the third trial step on."""
     differing = "    gradients[max(gradients)].mul_(1 + int(os.environ['RANK']) * (step == 3))\n"
     hooks = "import os\n" + HOOKS.replace(
         '    return {"largest', f'{differing}    return {{"largest'
@@ -169,7 +169,7 @@ OTHER_STATE = (
     ids=["other state", "a weight itself", "other metrics"],
 )
 def test_a_hook_that_changes_after_its_trial_ends_the_run(late, name, message, tmp_path):
-    """In one line; the last snapshot is from before."""
+    """The error is one line, and the last snapshot is from before it."""
     hooks = STATE.replace("pass", late).replace('"late"', f'f"{name}"')
     cwd = project(tmp_path, hooks)
     more = ["ddp.nproc_per_node=2", "ddp.max_restarts=0", "snapshot.every_steps=4"]

@@ -1,4 +1,4 @@
-"""Every advice to install something, in code and docs: the extra exists and has what it is for."""
+"""Check each advice to install an extra, in code and docs: the extra exists and has the package."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from packaging.utils import canonicalize_name
 
 pytestmark = pytest.mark.integration
 
-SHIPPED = ("mingpt_ddp", "hydra_plugins", "conf")  # in a wheel, where `.` is no checkout
+# A wheel contains these directories. Their users have no checkout that `.` could name.
+SHIPPED = ("mingpt_ddp", "hydra_plugins", "conf")
 READ = (*SHIPPED, "docs", "README.md", "CONTRIBUTING.md", "data/README.md")
 EXTRA = re.compile(r"'(mingpt[-_]ddp|\.)\[(.+?)\]'")
 NEEDED = re.compile(r"needs? ([A-Za-z][\w-]*)[^'\"\n]* pip install '[^']*\[([\w,]+)\]'")
 BARE = re.compile(r"pip install ([a-z][\w-]*(?: [a-z][\w-]*)*)")
 REPLACED = re.compile(r"pip install '\.\[[\w,]+\]'")
-# What the braces of an f-string become.
+# The possible values of fields of f-strings.
 TRACKERS = ("wandb", "mlflow", "trackio")
 FILLED = {"{name}": TRACKERS, "{PLUGINS[preset]}": ("slurm", "ray")}
-NO_EXTRA = {"pandas", "matplotlib"}  # docs/python.md says so
+NO_EXTRA = {"pandas", "matplotlib"}  # docs/python.md has users install these by name
 
 
 def requirements() -> dict[str, set[str]]:
-    """Return the names of the distributions of each extra."""
+    """Return the names of the distributions in each extra."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     extras = {}
@@ -49,8 +50,8 @@ def is_installed(name: str) -> bool:
 
 
 def problems(text: str, is_shipped: bool = True) -> Iterator[str]:
-    """Yield what is wrong with each advice in a text."""
-    text = re.sub(r'"\s*\n\s*f?"', "", text)  # the parts of a string
+    """Yield each problem with the advice in a text."""
+    text = re.sub(r'"\s*\n\s*f?"', "", text)  # joins the parts of a string
     for package, names in EXTRA.findall(text):
         if package != "mingpt_ddp" and (is_shipped or package != "."):
             yield f"{package}[{names}] is no name of the installed package"
@@ -80,7 +81,7 @@ def texts() -> dict[str, str]:
     return found
 
 
-def test_every_advice_can_be_followed():
+def test_all_advice_can_be_followed():
     wrong = []
     for name, text in texts().items():
         wrong += [f"{name}: {problem}" for problem in problems(text, name.startswith(SHIPPED))]
@@ -104,11 +105,11 @@ def test_every_advice_can_be_followed():
         ("pip install no-such-package", "no-such-package is not installed here"),
     ],
 )
-def test_a_wrong_advice_is_found(advice, problem):
+def test_wrong_advice_is_found(advice, problem):
     assert [*problems(advice)] == [problem]
 
 
-def test_an_advice_for_a_checkout_keeps_it_editable():
+def test_advice_for_a_checkout_keeps_it_editable():
     wrong = "pip install '.[s3]' replaces an editable install by a copy: add -e"
     assert [*problems("pip install -e '.[s3]'", is_shipped=False)] == []
     assert [*problems("pip install '.[s3]'", is_shipped=False)] == [wrong]

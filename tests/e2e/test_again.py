@@ -1,4 +1,4 @@
-"""Train a recorded run again."""
+"""Check that the `again` command trains a recorded run again."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def test_again(tmp_path):
     assert read_result(tmp_path / "outputs" / "second")["step"] == 12
 
 
-def test_a_sweep_around_a_recorded_run(tmp_path):
-    """Two concurrent jobs of two ranks each. The recorded model is not of the default class."""
+def test_a_sweep_of_a_recorded_run(tmp_path):
+    """Two jobs with two ranks each run concurrently. The recorded model has a non-default class."""
     model = ["model=modern_nano", "model.n_layer=1", "model.n_embd=24", "optimizer=muon"]
     succeed([*python_main(), *TINY, *model, "trainer.max_steps=6", "run.name=first"], tmp_path)
     words = ["-m", "optimizer.lr=0.01,0.02", "run.name=lr", "sweep.parallel=2"]

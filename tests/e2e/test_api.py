@@ -1,5 +1,5 @@
-"""Training from Python: from a script without a guard, from the page of the docs, interrupted, and
-killed.
+"""Check training from Python: in a script without a main guard, as docs/python.md shows it, and
+interrupted or killed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from runs import fail, succeed
 sys.path.append(str(ROOT / "scripts"))
 from notebook import NOTEBOOK, PAGE, notebook
 
-# Trains in a thread, without `if __name__ == "__main__"`.
+# This script trains in a thread. It has no `if __name__ == "__main__"`.
 SCRIPT = """
 import sys, threading
 import mingpt_ddp
@@ -49,7 +49,7 @@ else:
 
 
 def cells() -> list[str]:
-    """Return the code of the notebook, which is that of the page."""
+    """Return the code of the notebook, which is the code in docs/python.md."""
     found = [
         cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"
     ]
@@ -79,7 +79,7 @@ def check_page(printed: str, cwd: Path) -> None:
     assert of_mean < (first + second) / 2
 
 
-@pytest.mark.slow  # the notebook runs the same lines
+@pytest.mark.slow  # the notebook, in the next test, runs the same lines
 def test_the_page_as_a_script(tmp_path):
     (tmp_path / "page.py").write_text("\n".join(cells()))
     text = succeed([sys.executable, "page.py"], tmp_path, CUDA_VISIBLE_DEVICES="")
@@ -105,8 +105,8 @@ def test_the_page_as_a_notebook(tmp_path, monkeypatch):
     check_page(printed, tmp_path)
 
 
-def test_an_application_of_ones_own_from_a_checkout(tmp_path):
-    """Its own sweeper trains jobs, which main.py knows by the same names."""
+def test_a_users_application_in_a_checkout(tmp_path):
+    """The application's own sweeper trains jobs, for which main.py uses the same names."""
     write_application(tmp_path)
     words = [f"gpt.{word}" for word in TINY[1:] if not word.startswith("trainer.max_epochs")]
     swept = succeed(
@@ -129,7 +129,7 @@ def test_an_application_of_ones_own_from_a_checkout(tmp_path):
         ("+gpt.trainer.max_step=5", "trainer.max_step is not a key; did you mean trainer.max_"),
     ],
 )
-def test_an_error_in_an_application_of_ones_own_is_one_line(word, message, tmp_path):
+def test_an_error_in_a_users_application_is_reported_in_one_line(word, message, tmp_path):
     write_application(tmp_path)
     text = fail([sys.executable, "app.py", word], tmp_path)
     (line,) = text.splitlines()
@@ -137,7 +137,11 @@ def test_an_error_in_an_application_of_ones_own_is_one_line(word, message, tmp_p
 
 
 def start(cwd: Path, *words: str) -> tuple[Job, int]:
-    """Start the script; return it and its training process, once that has logged a step."""
+    """Start the script and wait until it has logged a step.
+
+    Returns:
+        The script, and the process id of its training process.
+    """
     (cwd / "script.py").write_text(SCRIPT)
     job = Job([sys.executable, "script.py", *TINY, "run.name=a", *words], cwd, PYTHONPATH=str(ROOT))
     steps = lambda: len(re.findall(r"^step \d+/", job.text(), re.MULTILINE))  # noqa: E731
@@ -156,7 +160,8 @@ def test_interrupted_then_killed_in_a_thread(tmp_path):
     job, training = start(tmp_path, *long)
     ranks = workers(training, False)
     assert len(ranks) == 2
-    os.kill(job.process.pid, signal.SIGINT)  # to this process alone, as a notebook's stop button
+    # As from a notebook's stop button, only this process gets the signal.
+    os.kill(job.process.pid, signal.SIGINT)
     assert job.wait() == 0
     assert job.text().endswith("stopped by hand\n")
     assert len(list((tmp_path / "outputs" / "a" / "snapshots").iterdir())) == 1

@@ -1,4 +1,4 @@
-"""`at RUN step=N`: which text a step has learnt from, its losses and norms, with the run's bits."""
+"""Check `at RUN step=N`, which repeats a step of a run and shows its text, losses and norms."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mingpt_ddp.data.text.origins import find_origins
 from mingpt_ddp.data.text.text_cache import TextCache
 from mingpt_ddp.loop import Runtime, build_task, read_env
 
-CHARACTERS = 512  # of a document: four windows
+DOCUMENT_CHARACTERS = 512  # a document has four windows
 STEPS = [
     *TINY,
     "trainer.max_steps=10",
@@ -43,21 +43,21 @@ def train(cwd: Path, *words: str) -> Path:
 
 
 def at(cwd: Path, *words: str) -> dict[str, Any]:
-    """Return what the command prints for a script."""
+    """Run the command. Return its JSON output."""
     done = call(tool("at", "outputs/run", *words, "format=json"), cwd, separate=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def logged(run: Path, step: int) -> dict[str, Any]:
-    """Return the logged numbers of a step."""
+    """Return the numbers that a run has logged for a step."""
     rows = read_history(run).rows
     [row] = [each for each in rows if each["step"] == step and "grad_norm" in each]
     return row
 
 
 def refused(cwd: Path, *words: str) -> str:
-    """Return the one line of an error."""
+    """Run the command, which must fail. Return its one line of output."""
     done = call(tool("at", "outputs/run", *words), cwd, separate=True)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
@@ -66,28 +66,28 @@ def refused(cwd: Path, *words: str) -> str:
 
 @pytest.fixture(scope="module")
 def fast(tmp_path_factory) -> Path:
-    """Return the working directory of a run on two ranks, with dropout."""
+    """Train a run on two ranks with dropout. Return its working directory."""
     cwd = tmp_path_factory.mktemp("fast")
     train(cwd, "ddp.nproc_per_node=2", "model.dropout=0.1")
     return cwd
 
 
 def plant(path: Path, corrupted: list[int]) -> None:
-    """Write documents of 1 MB in all, of which some are random characters."""
+    """Write documents of 1 MB in total. The corrupted ones are random characters."""
     draw = random.Random(1)
     pages = "\n".join(topics[name] for name in sorted(topics)).encode("ascii", "ignore").decode()
     characters = sorted({*pages} - {"\n"})
     with path.open("w") as file:
         for number in range(1, 2 * 1024 + 1):
-            begin = number * CHARACTERS % (len(pages) - CHARACTERS)
-            text = pages[begin : begin + CHARACTERS]
+            begin = number * DOCUMENT_CHARACTERS % (len(pages) - DOCUMENT_CHARACTERS)
+            text = pages[begin : begin + DOCUMENT_CHARACTERS]
             if number in corrupted:
-                text = "".join(draw.choices(characters, k=CHARACTERS))
+                text = "".join(draw.choices(characters, k=DOCUMENT_CHARACTERS))
             file.write(json.dumps({"text": text}) + "\n")
 
 
 def steps_of(run: Path, documents: list[int]) -> dict[int, int]:
-    """Return for each document a late step with a window inside of it."""
+    """Return a late step for each document, in which a window lies inside the document."""
     config = from_mapping(yaml.safe_load((run / "config.yaml").read_text()))
     runtime = Runtime(config, read_env())
     task = build_task(config, runtime.group)
@@ -103,8 +103,8 @@ def steps_of(run: Path, documents: list[int]) -> dict[int, int]:
     return steps
 
 
-def test_a_corrupted_document_is_the_first_line(tmp_path):
-    """In ten of ten steps, of a text of 1 MB."""
+def test_a_corrupted_document_is_listed_first(tmp_path):
+    """The command finds the document in ten of ten steps, in a text of 1 MB."""
     corrupted = random.Random(2).sample(range(100, 1700), 10)
     plant(tmp_path / "documents.jsonl", corrupted)
     words = [
@@ -139,12 +139,13 @@ def test_a_corrupted_document_is_the_first_line(tmp_path):
         ([*ALL, "ddp.reduction=canonical"], 2),
         ([*ALL, "ddp.strategy=zero1"], 2),
         ([*ALL, "ddp.strategy=fsdp"], 2),
-        (["trainer.micro_batch_size=4", "ddp.strategy=fsdp"], 2),  # a rank repeats a micro-batch
+        # One rank has a micro-batch less, and repeats one.
+        (["trainer.micro_batch_size=4", "ddp.strategy=fsdp"], 2),
         (["task.label_smoothing=0.1", "optimizer=muon"], 2),
     ],
 )
 def test_a_step_has_the_same_bits_as_in_the_run(words, ranks, tmp_path):
-    """Its losses and norms are those that the run has logged."""
+    """The losses and norms of the repeated step equal those that the run has logged."""
     run = train(tmp_path, *words, f"ddp.nproc_per_node={ranks}")
     found = at(tmp_path, "step=8", "without=2")
     assert found["verdict"] == (
@@ -163,11 +164,12 @@ def test_a_step_has_the_same_bits_as_in_the_run(words, ranks, tmp_path):
     assert found["without"]["grad_norm"] != found["grad_norm"]
 
 
-def test_from_python_the_losses_are_those_of_the_model_before_the_step(tmp_path, monkeypatch):
-    """So are the gradient norms, with all sequences and without one."""
+def test_from_python_the_losses_belong_to_the_model_before_the_step(tmp_path, monkeypatch):
+    """The gradient norms too belong to that model, with all sequences and without one."""
     run = train(tmp_path, "ddp.nproc_per_node=2", "trainer.ema=0.9")
     monkeypatch.chdir(tmp_path)
-    for step in (7, 9):  # a snapshot of the repeated run, and one of the run
+    # The model before step 7 is in a snapshot of the repeated run, and before step 9 in the run's.
+    for step in (7, 9):
         found = mingpt_ddp.at(run, step, without=3)
         before = found["before"]
         assert before.step == step - 1
@@ -200,7 +202,7 @@ def test_the_worst_step_has_the_largest_logged_loss(fast):
     assert at(fast, "step=worst")["step"] == max(losses, key=losses.__getitem__)
 
 
-def test_an_interval_of_the_log_is_named(tmp_path):
+def test_the_logging_interval_of_the_worst_step_is_named(tmp_path):
     train(tmp_path, "trainer.log_every=5")
     done = call(tool("at", "outputs/run", "step=worst"), tmp_path, separate=True)
     first, second, *_ = done.stderr.splitlines()
@@ -209,8 +211,8 @@ def test_an_interval_of_the_log_is_named(tmp_path):
     assert "compared: 1 gradient norm, hashes of 0 steps" in done.stdout
 
 
-def test_a_step_whose_loss_is_not_finite_is_looked_at(tmp_path):
-    """The run has stopped at it."""
+def test_a_step_whose_loss_is_not_finite_can_be_inspected(tmp_path):
+    """The run has stopped at this step."""
     words = [*STEPS, "optimizer.lr=1e20", "optimizer.warmup_steps=0", "snapshot.every_steps=1"]
     assert call([*python_main(), *words], tmp_path).returncode == 2
     rows = read_history(tmp_path / "outputs/run").rows
@@ -219,7 +221,7 @@ def test_a_step_whose_loss_is_not_finite_is_looked_at(tmp_path):
     assert (found["step"], found["loss"]) == (worst, None)
 
 
-def test_what_cannot_be_repeated_is_refused(tmp_path):
+def test_steps_that_cannot_be_repeated_are_refused(tmp_path):
     (tmp_path / "text.txt").write_text("a text of some length\n" * 200)
     run = train(tmp_path, "data.path=text.txt", "data.truncate=1")
     assert "step=11 is beyond the end of the run, which is at step 10" in refused(
@@ -228,7 +230,7 @@ def test_what_cannot_be_repeated_is_refused(tmp_path):
     assert "without=13 must be at most 12" in refused(tmp_path, "step=7", "without=13")
     text = (tmp_path / "text.txt").read_text()
     (tmp_path / "text.txt").write_text(text.replace("a", "b", 1))
-    for step in (3, 7):  # from the start, and from a snapshot
+    for step in (3, 7):  # step 3 is repeated from the start, step 7 from a snapshot
         assert "SHA-256" in refused(tmp_path, f"step={step}")
     (tmp_path / "text.txt").write_text(text)
     for snapshot in (run / "snapshots").iterdir():
@@ -236,7 +238,7 @@ def test_what_cannot_be_repeated_is_refused(tmp_path):
     assert "ddp.nproc_per_node=9999 must be at most" in refused(tmp_path, "step=7")
 
 
-def test_samples_have_no_text(tmp_path):
+def test_a_run_on_samples_is_refused(tmp_path):
     words = [WITH_DIGITS, "task=classification", "data=digits", "model=convnet"]
     steps = ["trainer.max_epochs=null", "trainer.max_steps=2", "run.name=run"]
     succeed([*python_main(), *words, *steps], tmp_path)
@@ -244,7 +246,7 @@ def test_samples_have_no_text(tmp_path):
     assert "task.name=classification does not train on sequences of a text" in line
 
 
-def test_damage_is_not_the_same_bits(tmp_path):
+def test_a_damaged_snapshot_gives_other_bits(tmp_path):
     run = train(tmp_path)
     flip_bit(run / "snapshots" / "step_00000004", bit=20)
     verdict = at(tmp_path, "step=6")["verdict"]

@@ -1,5 +1,6 @@
-"""ddp.reduction=canonical: another number of ranks at every start, kills between, two hosts; one
-SHA-256 of model and optimizer.
+"""Check that with ddp.reduction=canonical, the number of ranks does not change the bits of a run.
+
+Every start has another number of ranks, kills end the starts, and one run uses two hosts.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def write_texts(cwd: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_killed_between_other_numbers_of_ranks(case, tmp_path):
+def test_killed_between_starts_on_different_numbers_of_ranks(case, tmp_path):
     settings = [*COMMON, *CASES[case]]
     alone, killed = tmp_path / "alone", tmp_path / "killed"
     for cwd in (alone, killed):
@@ -73,8 +74,8 @@ def test_killed_between_other_numbers_of_ranks(case, tmp_path):
     assert digests(run) == digests(alone / "outputs" / "run")
 
 
-def test_two_hosts_with_other_numbers_of_ranks(tmp_path):
-    """Over gloo between the hosts: two ranks on one, one on the other."""
+def test_two_hosts_with_different_numbers_of_ranks(tmp_path):
+    """One host has two ranks and the other has one. They communicate over gloo."""
     settings = [*COMMON, "trainer.max_steps=12"]
     (tmp_path / "alone").mkdir()
     (tmp_path / "hosts").mkdir()
@@ -104,7 +105,7 @@ def test_two_hosts_with_other_numbers_of_ranks(tmp_path):
     assert found == expected
 
 
-def test_other_micro_batches_or_threads_are_refused(tmp_path):
+def test_different_micro_batches_or_threads_are_refused(tmp_path):
     settings = [*COMMON, "trainer.max_steps=4"]
     succeed([*python_main(), *settings], tmp_path)
     more = [*settings, "trainer.max_steps=8"]

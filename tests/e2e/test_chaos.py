@@ -1,4 +1,4 @@
-"""Random faults of processes, disk, clock, network and store, all at once, for a while."""
+"""Check a run under random faults of processes, disk, clock, network and store, all at once."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from chaos_result import check_result, undisturbed
 
 pytestmark = pytest.mark.slow
 
-FAULTS = 16  # `benchmarks/chaos.py` injects more
+FAULTS = 16  # `benchmarks/chaos.py` can inject many more
 
 
 @pytest.mark.timeout(600)
 def test_chaos(seaweed, tmp_path, monkeypatch):
-    """In two sessions: the second goes on from the count of the first."""
+    """There are two sessions. The second continues from the count of the first."""
     bucket = seaweed.make_bucket("chaos")
     for name, value in seaweed.environment().items():
         monkeypatch.setenv(name, value)

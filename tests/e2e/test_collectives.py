@@ -1,4 +1,4 @@
-"""examples/collectives.py on three ranks under torchrun."""
+"""Check examples/collectives.py on three ranks under torchrun."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from launching import call
 EXAMPLE = EXAMPLES / "collectives.py"
 OPERATIONS = runpy.run_path(str(EXAMPLE))["OPERATIONS"]
 SMALL = ["max_bytes=512", "repetitions=2"]
-# Some operations of torch are broken before the example runs.
+# This script breaks some operations of torch, and then runs the example.
 BROKEN = """
 import runpy, sys
 import torch.distributed as dist
@@ -54,7 +54,7 @@ def test_the_command_of_the_example(tmp_path):
     assert done.stdout.endswith("every result is correct\n")
 
 
-def test_it_needs_torch_alone():
+def test_the_example_needs_only_torch():
     assert "mingpt_ddp" not in EXAMPLE.read_text()
 
 
@@ -79,14 +79,14 @@ def test_every_operation_is_checked_and_reported(tmp_path):
     assert [(row["operation"], row["bytes"]) for row in numbers["results"]] == sizes
     factors = {"all_reduce": 4 / 3, "ring": 4 / 3} | dict.fromkeys(
         ("gather", "all_gather", "scatter", "reduce_scatter", "all_to_all"), 2 / 3
-    )  # of nccl-tests
+    )  # factors from nccl-tests
     for row in numbers["results"]:
         assert row["algbw"] == pytest.approx(row["bytes"] / row["latency_s"])
         assert row["busbw"] == pytest.approx(row["algbw"] * factors.get(row["operation"], 1))
 
 
 def test_a_wrong_value_and_a_missing_operation(broken, tmp_path):
-    """The first of the ranks with a wrong value says so."""
+    """The lowest rank with a wrong value reports it."""
     done = collectives(tmp_path, "all_to_all", "all_reduce", *SMALL, script=broken)
     assert done.returncode == 1, done.stdout
     lines = done.stdout.splitlines()
@@ -107,7 +107,7 @@ def test_a_barrier_that_does_not_wait(broken, tmp_path):
     assert re.fullmatch(f"error: {wrong}", error)
 
 
-def test_an_operation_that_is_named_twice_and_sizes_that_are_rounded_to_the_same(tmp_path):
+def test_repeated_operations_and_equal_rounded_sizes_are_measured_once(tmp_path):
     sizes = ["min_bytes=1", "max_bytes=30", "factor=2"]
     done = collectives(tmp_path, "barrier", "barrier", "broadcast", *sizes)
     assert done.returncode == 0, done.stdout

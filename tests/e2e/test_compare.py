@@ -1,4 +1,4 @@
-"""Settings with several seeds each, trained and compared."""
+"""Train settings with several seeds each, and check how they are compared."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from runs import succeed, tool
 
 
 def test_two_learning_rates_of_real_runs(tmp_path):
-    """A rate of 1e-9 trains nothing: the other one is better beyond any doubt."""
+    """A rate of 1e-9 trains nothing, so the other rate is better beyond any doubt."""
     words = [*TINY, "run.name=lr", "optimizer.lr=1e-9,1e-2", "run.seed=1,2,3"]
     succeed([*python_main(), "-m", *words, "trainer.eval_every=12"], tmp_path)
     report = tool("report", "outputs/lr", "compare")
@@ -35,7 +35,7 @@ def test_two_learning_rates_of_real_runs(tmp_path):
 
 
 def test_a_rate_that_diverges_is_named_and_not_ranked(tmp_path):
-    """Its jobs fail, and leave no result: the last line of metrics.jsonl says why."""
+    """Its jobs fail and leave no result. The last line of metrics.jsonl gives the reason."""
     words = [*TINY, "run.name=lr", "optimizer.lr=1e-2,1e30", "run.seed=1,2", "trainer.max_steps=6"]
     done = call([*python_main(), "-m", *words], tmp_path)
     assert "has loss nan" in done.stdout and "best: " in done.stdout

@@ -1,5 +1,6 @@
-"""Optuna's own tools read the study of a sweep that is running: optuna-dashboard in headless
-Chromium, and its functions.
+"""Check that Optuna's own tools can read the study of a running sweep.
+
+The tools are optuna-dashboard, in headless Chromium, and Optuna's Python functions.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ports import free_port
 
 pytestmark = pytest.mark.integration
 DASHBOARD = Path(sysconfig.get_path("scripts"), "optuna-dashboard")
-# It does not end before the test has looked; pruned trials stand between complete ones.
+# The sweep does not end before the test has looked. It has pruned trials between complete ones.
 SWEEP = [
     *python_main(),
     "-m",
@@ -34,7 +35,7 @@ SWEEP = [
     "trainer.sample_every=null",
     "tracker=[]",
 ]
-ENDED = 8  # trials, before anybody looks
+MIN_ENDED_TRIALS = 8  # the tests look at the sweep once this many trials have ended
 KEYS = {"optimizer.lr", "optimizer.weight_decay"}
 
 
@@ -49,18 +50,19 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Path]:
-    """The directory of a sweep that is running; it ends as preempted."""
+    """Start a sweep and return its directory. At the end, the sweep is preempted."""
     job = Job(SWEEP, tmp_path)
     directory = tmp_path / "outputs" / "optuna_lr"
-    wait_for(lambda: len(results(directory)) >= ENDED, what="the first trials")
+    wait_for(lambda: len(results(directory)) >= MIN_ENDED_TRIALS, what="the first trials")
     yield directory
     assert job.process.poll() is None, f"the sweep has ended:\n{job.text()[-2000:]}"
     job.process.send_signal(signal.SIGTERM)
-    assert job.wait() in (0, 128 + signal.SIGTERM), job.text()[-2000:]  # in a job, or between two
+    # The exit code is 0 if the signal came during a job, and 143 if it came between two jobs.
+    assert job.wait() in (0, 128 + signal.SIGTERM), job.text()[-2000:]
 
 
 def results(directory: Path) -> dict[str, dict[str, object]]:
-    """Return the result.json of each job that has ended, by its directory."""
+    """Return the result.json of each job that has ended, by the name of its directory."""
     return {
         path.parent.name: json.loads(path.read_text()) for path in directory.glob("*/result.json")
     }
@@ -74,7 +76,7 @@ def losses(directory: Path) -> list[float]:
 
 @contextlib.contextmanager
 def dashboard(directory: Path) -> Iterator[str]:
-    """Serve a study as `optuna-dashboard study.journal` does, and return the URL."""
+    """Serve a study as `optuna-dashboard study.journal` does. Yield the URL."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [str(DASHBOARD), "study.journal", "--port", str(port)]
@@ -106,7 +108,7 @@ def text(browser: Browser) -> str:
 
 
 def number_of_trials(browser: Browser) -> int:
-    """Return how many trials the page lists; 0 while it loads."""
+    """Return the number of trials that the page lists, or 0 while it loads."""
     found = re.search(r"^(\d+) Trials$", text(browser), re.MULTILINE)
     return int(found[1]) if found else 0
 
@@ -127,7 +129,7 @@ def test_the_dashboard_follows_a_sweep_while_it_runs(browser, running):
         shown = float(re.search(best, text(browser))[1])
         assert shown in losses(running)
         browser.open(f"{page}/trials")
-        wait_for(lambda: number_of_trials(browser) > ENDED, what="the trials")
+        wait_for(lambda: number_of_trials(browser) > MIN_ENDED_TRIALS, what="the trials")
         assert {"Complete", "Pruned"} <= set(text(browser).splitlines())
         assert "Trial 0\nComplete" in text(browser)
         before = number_of_trials(browser)

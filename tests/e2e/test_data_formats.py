@@ -1,4 +1,4 @@
-"""The formats of data as users launch runs: decided by content, named, and kept on resume."""
+"""Check that a run detects the format of its data, logs it, and keeps it on resume."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ PRESET = "defaults: [text_file]\nname: chats\nreader: chats\ncode: mine.py\n"
 CHATS = "".join(json.dumps({"turns": [text]}) + "\n" for text in TEXTS)
 
 
-def test_a_run_on_data_as_text_goes_on_without_saying_so_again(tmp_path):
-    """Also one that starts from the weights of another run."""
+def test_a_run_with_format_text_resumes_without_the_key(tmp_path):
+    """The second run starts from the weights of the first."""
     (tmp_path / "docs.jsonl").write_text(JSONL)
     text = ["data=text_file", "data.path=docs.jsonl"]
     for name, source in (("first", []), ("second", ["run.init_from=outputs/first"])):
@@ -41,8 +41,8 @@ def test_a_run_on_data_as_text_goes_on_without_saying_so_again(tmp_path):
         assert result["step"] == 4
 
 
-def test_a_run_keeps_the_format_that_its_first_start_has_decided(tmp_path):
-    """The typed configuration says auto: what it stood for is in the snapshot."""
+def test_a_run_keeps_the_format_that_its_first_start_has_detected(tmp_path):
+    """The user's configuration says auto. The snapshot contains the format that was detected."""
     (tmp_path / "docs.jsonl").write_text(JSONL)
     (tmp_path / "other.txt").write_text(TEXTS[0] * 9)
     command = [*python_main(), *SMALL, "data=text_file", "data.path=docs.jsonl", "run.name=a"]
@@ -64,8 +64,8 @@ def test_sources_need_no_path(tmp_path):
     succeed([*python_main(), *SMALL, *sources, "run.name=mixed"], tmp_path)
 
 
-def test_a_reader_of_ones_own(tmp_path):
-    """With data.path, and with a constant of its own instead of one."""
+def test_a_users_reader(tmp_path):
+    """One reader takes its file from data.path. The other has a constant path instead."""
     files = {
         "chats.jsonl": CHATS,
         "my_reader/mine.py": READER,
@@ -77,5 +77,5 @@ def test_a_reader_of_ones_own(tmp_path):
     presets = "--config-dir=my_reader"
     for each in ([presets, "data=chats", "data.path=chats.jsonl"], [presets, "data=fixed"]):
         text = succeed([*python_main(), *SMALL, *each, "trainer.max_steps=1"], tmp_path)
-        # the digits, "tobe,rn", a space and a line feed
+        # The 19 characters are the digits, "tobe,rn", a space and a line feed.
         assert ", 19 distinct" in text, text

@@ -1,4 +1,4 @@
-"""Full disks, read-only disks, two runs in one directory, clocks that go backwards."""
+"""Check runs on full or read-only disks, two runs in one directory, and wrong file times."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ import pytest
 from launching import TINY, Job, call, committed, python_main, wait_for
 from runs import verified_steps
 
-SIZE = 205  # KiB: approximate size of a snapshot of these runs
-ROOM = 3 * SIZE  # for two snapshots and the directories
+SNAPSHOT_KIB = 205  # approximate size of a snapshot of these runs
+DISK_KIB = 3 * SNAPSHOT_KIB  # a disk has space for two snapshots and the directories
 
 
 @pytest.fixture
 def disk(tmp_path):
-    """Return a function that mounts, or remounts, a tmpfs below tmp_path, by name, size in KiB and
-    options.
+    """Return a function that mounts or remounts a tmpfs below tmp_path.
+
+    It takes a name, the size in KiB and mount options.
     """
     mounted: list[Path] = []
 
@@ -53,7 +54,7 @@ KEEP_ALL = ["snapshot.every_steps=1", "snapshot.keep_last=99", "snapshot.backgro
 
 @pytest.mark.parametrize("max_failures", [0, 2])
 def test_a_full_disk_ends_the_run_after_too_many_failures(max_failures, tmp_path, disk):
-    full = disk("full", ROOM)
+    full = disk("full", DISK_KIB)
     done = train(
         tmp_path, f"snapshot.path={full}", f"snapshot.max_failures={max_failures}", *KEEP_ALL
     )
@@ -78,8 +79,8 @@ def test_a_full_disk_ends_the_run_after_too_many_failures(max_failures, tmp_path
     assert verified_steps(full / "a", tmp_path) == list(range(1, 13))
 
 
-def test_a_full_disk_is_no_reason_to_restart(tmp_path, disk):
-    full = disk("full", ROOM)
+def test_a_full_disk_does_not_cause_a_restart(tmp_path, disk):
+    full = disk("full", DISK_KIB)
     paths = [f"snapshot.path={full}", "snapshot.max_failures=0", *KEEP_ALL]
     done = train(tmp_path, *paths, "ddp.nproc_per_node=2", "trainer.micro_batch_size=6")
     assert done.returncode == 2, done.stdout
@@ -92,8 +93,8 @@ def test_a_full_disk_is_no_reason_to_restart(tmp_path, disk):
 
 
 def test_a_read_only_disk_is_refused_at_the_start(tmp_path, disk):
-    directory = disk("readonly", ROOM)
-    disk("readonly", ROOM, "remount", "ro")
+    directory = disk("readonly", DISK_KIB)
+    disk("readonly", DISK_KIB, "remount", "ro")
     for args in ([f"snapshot.path={directory}"], [f"run.root={directory}"]):
         done = train(tmp_path, *args)
         assert done.returncode == 2, done.stdout
@@ -103,7 +104,7 @@ def test_a_read_only_disk_is_refused_at_the_start(tmp_path, disk):
 
 
 def test_a_disk_that_is_full_for_a_while(tmp_path, disk):
-    directory = disk("filling", 4 * SIZE)
+    directory = disk("filling", 4 * SNAPSHOT_KIB)
     args = [
         f"snapshot.path={directory}",
         "snapshot.max_failures=1000000",
@@ -115,7 +116,8 @@ def test_a_disk_that_is_full_for_a_while(tmp_path, disk):
         wait_for(lambda: list(directory.glob("a/step_*/manifest.json")), what="a snapshot")
 
         def is_full() -> bool:
-            fill(directory / "other")  # again: the run may have deleted a snapshot
+            # Fill the disk each time, since the run may have deleted a snapshot.
+            fill(directory / "other")
             return "training continues" in job.text()
 
         wait_for(is_full, what="a snapshot that fails")
@@ -159,14 +161,12 @@ def test_a_second_run_of_the_same_name_is_refused(words, other, locked, tmp_path
     assert f"process {first.process.pid} on " in error and "still running" in error
     assert first.process.poll() is None
     first.kill_tree()
-    # a killed process holds no lock
+    # A killed process does not hold its lock any more.
     assert train(tmp_path, *words, "trainer.max_steps=4").returncode == 0
 
 
 def test_modification_times_are_ignored(tmp_path):
-    """After a restore from a backup, or with a clock that was set back, older files may look
-    newer.
-    """
+    """Older files may look newer after a restore from a backup, or if the clock was set back."""
     assert train(tmp_path, "snapshot.keep_last=9", "trainer.max_steps=8").returncode == 0
     run = tmp_path / "outputs" / "a"
     steps = committed(run)
@@ -181,8 +181,9 @@ def test_modification_times_are_ignored(tmp_path):
 
 
 def test_a_run_directory_that_is_deleted_meanwhile(tmp_path):
-    """The lock is gone with it: the run must not go on beside a second one, nor end as if all were
-    well.
+    """The lock file is deleted too, so a second run could start in the same directory.
+
+    So the first run must neither continue nor end successfully.
     """
     endless = [*TINY, "run.name=a", "trainer.max_steps=100000", "trainer.eval_every=null"]
     job = Job([*python_main(), *endless], tmp_path)

@@ -1,4 +1,4 @@
-"""Train on documents that end with a token of their own: exact after SIGKILL on several ranks."""
+"""Train on documents that end with an end token. SIGKILL on several ranks changes no bits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def texts(cwd: Path) -> Path:
     return write_files(cwd, files | {"val.txt": "document 7 of 49 words"})
 
 
-def test_killed_and_resumed_it_is_the_same_byte_for_byte(tmp_path):
+def test_a_killed_run_resumes_to_the_same_bytes(tmp_path):
     whole = train(texts(tmp_path / "whole"), *SETTINGS)
     killed = texts(tmp_path / "killed")
     run = killed / "outputs" / "run"

@@ -1,4 +1,7 @@
-"""Keys that are said to change nothing leave the weights as they are; others their last bits."""
+"""Check what docs/configuration.md says about the effect of each key on the weights.
+
+A key changes either no weights, or only their last bits.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ TEXT = ["data.path={texts}/text.txt", "model=gpt_nano", "data.block_size=16"]
 TOY = ["experiment=toy"]
 DIGITS = ["task=classification", "model=convnet", "data=digits"]
 DEFAULTS = ["run.root={tmp}/runs", "run.name=run", "tracker.tensorboard=false"]
-# Another value of each key. Nothing else is changed, except what a value needs to be valid.
-OTHERS = {
+# A non-default value for each key. Other keys change only if the value is invalid without them.
+OTHER_VALUES = {
     "run.name": ["run.name=other"],
     "run.root": ["run.root={tmp}/elsewhere"],
     "model.name": ["model.name=label"],
@@ -67,8 +70,8 @@ OTHERS = {
     "tracker.entity": ["tracker.entity=other"],
     "tracker.uri": ["tracker.uri=file:{tmp}/mlruns"],
 }
-# What they have in common with the undisturbed run, where the default would hide their effect.
-SHARED = {
+# Settings for both runs of a key, if the key has no effect with the default settings.
+SHARED_SETTINGS = {
     "snapshot.mtbf_hours": ["snapshot.every_steps=auto"],
     "ddp.reduction": ["trainer.micro_batch_size=3"],
     "ddp.bucket_cap_mb": ["ddp.strategy=ddp"],
@@ -76,8 +79,8 @@ SHARED = {
     "ddp.static_graph": ["ddp.strategy=ddp"],
     "ddp.find_unused_parameters": ["ddp.strategy=ddp"],
 }
-# Keys that need what another test has: other processes, accounts, your files.
-ELSEWHERE = {
+# Keys that other tests cover, since they need more processes, accounts or a user's files.
+TESTED_ELSEWHERE = {
     "ddp.nproc_per_node": "tests/contract/test_resume.py",
     "ddp.tensor_parallel": "tests/multiprocess/test_tensor_parallel.py",
     "tracker.wandb": "tests/e2e/test_trackers.py",
@@ -92,7 +95,7 @@ ELSEWHERE = {
 
 
 def train(words: Iterable[str], directory: Path) -> dict[str, Tensor]:
-    """Train in this process; return the tensors of the last snapshot by kind and name."""
+    """Train in this process. Return the tensors of the last snapshot by kind and name."""
     values = configure(f"trainer.max_steps={STEPS}", "trainer.max_epochs=null", *words)
     train_in_turn([values])
     (manifest,) = directory.rglob(f"step_{STEPS:08d}/manifest.json")
@@ -104,7 +107,7 @@ def train(words: Iterable[str], directory: Path) -> dict[str, Tensor]:
 
 
 def documented_effects() -> dict[str, str]:
-    """Return what each key changes, by the tables of docs/configuration.md."""
+    """Return the documented effect of each key, from the tables of docs/configuration.md."""
     effects = {}
     for line in (ROOT / "docs" / "configuration.md").read_text().splitlines():
         if line.startswith("## "):
@@ -115,12 +118,12 @@ def documented_effects() -> dict[str, str]:
 
 
 def settings(key: str) -> tuple[str, ...]:
-    """Return what a run has besides another value of a key."""
+    """Return the settings of both runs of a key, with and without its other value."""
     if key in ("data.num_workers", "data.pin_memory"):
         return (*DIGITS, *DEFAULTS)
-    if key == "trainer.compile":  # a layer of a text model takes half a minute more
+    if key == "trainer.compile":  # compiling a layer of a text model takes half a minute longer
         return (*TOY, *DEFAULTS)
-    return (*TEXT, *DEFAULTS, *SHARED.get(key, []))
+    return (*TEXT, *DEFAULTS, *SHARED_SETTINGS.get(key, []))
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +136,7 @@ def texts(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(texts, tmp_path_factory) -> Callable[[tuple[str, ...]], dict[str, Tensor]]:
-    """Return the tensors of a run with some words, which is trained once."""
+    """Return a function that trains a run with these words once and returns its tensors."""
 
     @functools.cache
     def trained(words: tuple[str, ...]) -> dict[str, Tensor]:
@@ -143,13 +146,15 @@ def undisturbed(texts, tmp_path_factory) -> Callable[[tuple[str, ...]], dict[str
     return trained
 
 
-@pytest.mark.parametrize("key", OTHERS)
-def test_another_value_changes_no_weight_or_its_last_bits(key, texts, undisturbed, tmp_path):
+@pytest.mark.parametrize("key", OTHER_VALUES)
+def test_another_value_changes_no_weights_or_only_their_last_bits(
+    key, texts, undisturbed, tmp_path
+):
     changes = documented_effects()[key]
     assert changes in ("nothing", "measurement", "rounding")
     if key == "trainer.compile" and not shutil.which("g++"):
         pytest.skip("torch.compile needs g++")
-    words = [*settings(key), *OTHERS[key]]
+    words = [*settings(key), *OTHER_VALUES[key]]
     found = train([word.format(texts=texts, tmp=tmp_path) for word in words], tmp_path)
     check_same(found, undisturbed(settings(key)), TOLERANCE if changes == "rounding" else 0.0)
 
@@ -169,11 +174,11 @@ def check_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance:
         torch.testing.assert_close(found[name], tensor, rtol=tolerance, atol=tolerance, msg=name)
 
 
-def test_every_such_key_is_trained():
-    """Except those of a sweep, which a single run does not have."""
+def test_every_key_without_an_effect_is_tested():
+    """The keys of a sweep are excepted, since a single run does not have them."""
     effects = documented_effects().items()
     no_end = ("nothing", "measurement", "rounding")
     found = {key for key, effect in effects if effect in no_end and not key.startswith("sweep.")}
-    assert found == {*OTHERS, *ELSEWHERE}
-    for path in {*ELSEWHERE.values()}:
+    assert found == {*OTHER_VALUES, *TESTED_ELSEWHERE}
+    for path in {*TESTED_ELSEWHERE.values()}:
         assert (ROOT / path).is_file(), path

@@ -1,4 +1,4 @@
-"""The evaluate command on runs of a language model."""
+"""Check the evaluate command on runs of a language model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def evaluate(
 
 @pytest.mark.parametrize("split", ["val", "test"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_metrics_are_those_of_the_run(split, ranks, trained):
+def test_the_metrics_equal_those_of_training(split, ranks, trained):
     launcher = (sys.executable,) if ranks == 1 else tuple(torchrun(2)[:-1])
     done = evaluate(trained, f"split={split}", launcher=launcher)
     assert done.returncode == 0, done.stderr
@@ -70,9 +70,10 @@ def test_the_metrics_are_those_of_the_run(split, ranks, trained):
 
 
 def test_several_runs_are_listed(trained):
-    """Of two tokenizers and context lengths, each with the metrics that its training has recorded.
+    """The runs have different tokenizers and context lengths.
 
-    They are of the same text: their bits per byte compare.
+    Each has the metrics that its training has recorded. Their bits per byte can be compared, since
+    all runs use the same text.
     """
     settings = [*TINY, "trainer.precision=fp32", "data.train_split=0.8", "data.test_split=0.1"]
     names = {"a": [], "byte": ["data.tokenizer=byte"], "short": ["data.block_size=8"]}
@@ -109,7 +110,7 @@ def test_several_runs_are_listed(trained):
     ("text", "split"), [("no", "val"), ("the rest is silence", "val"), ("zyx" * 30, "test")]
 )
 def test_another_text_is_measured_as_a_whole(text, split, trained):
-    """Also one that is shorter than a window of training; whichever split is named."""
+    """The text may be shorter than a training window, and the name of the split does not matter."""
     (trained / "other.txt").write_text(text)
     done = evaluate(trained, "data.path=other.txt", f"split={split}")
     assert done.returncode == 0, done.stderr
@@ -130,7 +131,7 @@ def test_another_text_is_measured_as_a_whole(text, split, trained):
 
 
 def change_state(trained: Path, target: Path, change: Callable[[dict], None]) -> Path:
-    """Copy the newest snapshot with another state, whose digest is right."""
+    """Copy the newest snapshot, change its state, and correct the digest in the manifest."""
     [newest] = (trained / "outputs" / "a" / "snapshots").glob("step_00000012")
     shutil.copytree(newest, target / newest.name)
     state = json.loads((target / newest.name / "state.json").read_text())
@@ -169,8 +170,8 @@ def test_a_hostile_state_is_refused_in_one_line(change, message, trained, tmp_pa
     assert re.match("(snapshot|data) error: ", done.stderr)
 
 
-def test_data_that_has_moved(tmp_path):
-    """The four files of MNIST; a toy data set has no path."""
+def test_data_files_that_have_moved(tmp_path):
+    """Check the four files of MNIST. A toy data set has no path that could move."""
     for part, n in (("train", 40), ("t10k", 10)):
         for name, shape in (
             (f"{part}-images-idx3-ubyte", (n, 8, 8)),

@@ -1,5 +1,6 @@
-"""Every way to start a job: SIGKILL all of its processes, start it again, and compare the bits of
-its weights with those of an undisturbed run.
+"""Check every way to start a job: SIGKILL all of its processes and start it again.
+
+The weights must have the same bits as those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def as_they_are(words: list[str]) -> list[str]:
 
 
 def in_node(words: list[str]) -> list[str]:
-    """Adapt overrides to the application of docs/python.md, whose node `gpt` has our groups."""
+    """Adapt overrides to the application in docs/python.md, whose node `gpt` has our groups."""
     named = [re.sub(r"^(\+?)", r"\1gpt.", word) for word in words]
     return [word.replace("gpt.model=", "model@gpt.model=") for word in named]
 
@@ -91,7 +92,7 @@ def in_node(words: list[str]) -> list[str]:
 class Way:
     """A way to start one job, or a sweep of two jobs."""
 
-    command: list[str]  # without the overrides of the job
+    command: list[str]  # the command without the overrides of the job
     ranks: int = 1
     is_sweep: bool = False
     n_concurrent: int = 1  # number of jobs that run at the same time
@@ -142,7 +143,7 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> Callable[[int, float], str]:
-    """Return a function that trains without a kill, with so many ranks and at a learning rate.
+    """Return a function that trains without a kill, with a number of ranks and a learning rate.
 
     It returns the digest of the last weights. Equal runs are trained once.
     """
@@ -163,7 +164,7 @@ def processes(cwd: Path) -> list[int]:
     """Return the processes of a job. They inherit its working directory."""
     found = []
     for link in Path("/proc").glob("[0-9]*/cwd"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             if os.readlink(link) == str(cwd):
                 found.append(int(link.parent.name))
     return found
@@ -183,7 +184,7 @@ def kill_all(cwd: Path) -> None:
 
 @pytest.fixture
 def cwd(tmp_path):
-    """The working directory of a job, none of whose processes outlives the test."""
+    """Provide the working directory of a job. At the end, kill the job's remaining processes."""
     write_files(tmp_path, FILES)
     write_application(tmp_path)
     yield tmp_path

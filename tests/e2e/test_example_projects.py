@@ -1,4 +1,4 @@
-"""examples/digits and examples/toy by the commands in their first lines; notify.sbatch."""
+"""Check the commands of examples/digits and examples/toy, and the script notify.sbatch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_toy(tmp_path):
 
 
 def test_digits(tmp_path):
-    """A seventh of the steps; tests/e2e/test_tasks.py trains all."""
+    """Train a seventh of the steps. tests/e2e/test_tasks.py trains all of them."""
     pytest.importorskip("sklearn")
     command = command_of(EXAMPLES / "digits" / "digits.py")
     done = run_in_shell(f"{command} trainer.max_steps=60 run.name=run", tmp_path)
@@ -35,7 +35,7 @@ def test_digits(tmp_path):
     [("complete", 0, ["notified"]), ("preempted", 0, ["requeue 7"]), ("complete", 3, [])],
 )
 def test_a_command_after_a_complete_run(status, code, expected, tmp_path):
-    """In a job of SLURM, whose programs are replaced."""
+    """Run the command in a SLURM job whose programs are replaced."""
     result = json.dumps({"status": status})
     (tmp_path / "outputs" / "run").mkdir(parents=True)
     (tmp_path / "bin").mkdir()

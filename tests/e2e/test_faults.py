@@ -1,5 +1,6 @@
-"""Random faults on runs that end early, load augmented samples, divide a model, or lose the process
-that forks them.
+"""Inject random faults into runs and compare their results with undisturbed runs.
+
+The runs stop early, load augmented samples, split a model over ranks, or lose their fork server.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from random_faults import ENDS, VICTIMS, FaultyRun, names, result, tensors
 from runs import read_history
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")]
-SEEDS = os.environ.get("FAULT_SEEDS", "1").split(",")  # several: other moments and victims
+# Each seed gives other moments and victims.
+SEEDS = os.environ.get("FAULT_SEEDS", "1").split(",")
 FAULTS = 10
 TWO = "ddp.nproc_per_node=2"
 SETTINGS = [
@@ -38,7 +40,7 @@ TEXT = [
     "data.truncate=0.2",
     "trainer.batch_size=24",
 ]
-# No evaluation is lower by a whole nat than the first one.
+# The run stops early, since no later evaluation is better than the first by a whole nat.
 EARLY = [*TEXT, "model.dropout=0.1", "trainer.patience=3", "trainer.min_delta=1"]
 DIGITS = [
     WITH_DIGITS,
@@ -80,7 +82,7 @@ CASES = {
 def test_random_faults(case, seed):
     settings, victims, ends, start_job = CASES[case]
     generator = random.Random(f"{case} {seed}")
-    # short: sockets in TMPDIR have long names
+    # The path has to be short, since sockets in TMPDIR have long names.
     with tempfile.TemporaryDirectory(prefix="faults-") as root:
         undisturbed = FaultyRun(Path(root, "undisturbed"), [*python_main(), *settings], generator)
         assert undisturbed.start().wait() == 0, undisturbed.jobs[-1].text()
@@ -99,7 +101,7 @@ def test_random_faults(case, seed):
         check(faulty, undisturbed)
 
 
-# The last evaluation is after step 80.
+# The last evaluation comes after step 80.
 PAUSES = """
 from mingpt_ddp.registry import on
 
@@ -124,7 +126,7 @@ def reach(step, rank):
 
 
 def test_killed_wherever_a_run_stops_early():
-    """In its last evaluation, after it, and at its end."""
+    """Kill the run during its last evaluation, after it, and at the end of the run."""
     with tempfile.TemporaryDirectory(prefix="faults-") as root:
         command = [*python_main(), *SMALL, *EARLY]
         undisturbed, faulty = (FaultyRun(Path(root, name), command) for name in ("a", "b"))
@@ -142,7 +144,7 @@ def test_killed_wherever_a_run_stops_early():
 
 
 def check(faulty: FaultyRun, undisturbed: FaultyRun) -> None:
-    """Compare the end of a run with that of the undisturbed one."""
+    """Compare the final state of a run with that of the undisturbed run."""
     run, reference = faulty.run, undisturbed.run
     found, expected = (
         {key: value for key, value in result(path).items() if key != "code"}
@@ -155,7 +157,7 @@ def check(faulty: FaultyRun, undisturbed: FaultyRun) -> None:
         assert found == expected, key
     assert tensors(run) == tensors(reference)
     assert names(run) == names(reference)
-    # a killed parent leaves the directory of its sockets
+    # A killed parent leaves the directory of its sockets behind.
     left = [
         name for name in names(faulty.tmpdir) if not name.startswith(("torchinductor_", "mingpt-"))
     ]

@@ -1,4 +1,4 @@
-"""The same guarantees on a GPU; `pytest -m gpu` runs only these tests."""
+"""Check the same guarantees on a GPU. `pytest -m gpu` runs only these tests."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def test_compiled_and_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_compiled_steps_equal_eager_steps(tmp_path: Path) -> None:
-    """Without dropout, whose random numbers compiled code draws in another order.
+    """The runs evaluate and generate samples.
 
-    With evaluation and samples.
+    They have no dropout, since compiled code draws its random numbers in another order.
     """
     losses = {}
     for compiled in ("false", "true", "cuda_graphs"):
@@ -146,7 +146,7 @@ def some_gpt(device: str) -> torch.nn.Module:
 
 @pytest.mark.parametrize("length", [1, 12])
 def test_decoding_with_a_cuda_graph_writes_the_text_of_the_cpu(length: int) -> None:
-    """Across several windows, and for a batch of several texts."""
+    """The text spans several windows, and a batch has several texts."""
     tokens = torch.arange(3 * length).view(3, length) % 17
     texts = [
         torch.stack(
@@ -232,8 +232,10 @@ def test_gradients_are_reduced_across_gpus_and_the_run_resumes(hook: str, tmp_pa
 
 
 def train_on(devices: list[torch.device], options: list[str]) -> tuple[list[float], bytes]:
-    """Return the losses and norms of some steps of the example that places itself on these devices,
-    and the last snapshot's tensors.
+    """Train the example of a model that places itself on these devices, for a few steps.
+
+    Returns:
+        The loss and gradient norm of each step, and the tensors for a snapshot as bytes.
     """
     config = with_example(
         from_mapping(configure("trainer.device=cuda", "trainer.batch_size=4", *options))
@@ -268,9 +270,10 @@ def train_on(devices: list[torch.device], options: list[str]) -> tuple[list[floa
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_model_on_a_gpu_and_the_cpu_learns_alike(optimizer: str) -> None:
-    """Two real devices where there is one GPU.
+    """The GPU and the CPU are two real devices, even on a machine with one GPU.
 
-    But for the biases of keys: of their gradients, 0 but for rounding, AdamW makes whole steps.
+    The biases of keys are left out. Their gradients are 0 except for rounding errors, and AdamW
+    turns these into steps of full size.
     """
     options = [f"optimizer={optimizer}", "trainer.precision=fp32"]
     gpu = torch.device("cuda", 0)
@@ -286,7 +289,7 @@ def test_a_model_on_a_gpu_and_the_cpu_learns_alike(optimizer: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("recomputed", ["false", "true"])
 def test_a_model_on_two_gpus_learns_alike(precision: str, recomputed: str) -> None:
-    """Bit for bit on two equal GPUs, but for the order in which the gradient norm sums."""
+    """Two equal GPUs give the same bits, except that the gradient norm sums in another order."""
     options = [
         f"trainer.precision={precision}",
         "trainer.deterministic=true",
@@ -320,7 +323,7 @@ def test_a_run_on_all_gpus_of_one_rank_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="there are fewer than four CUDA devices")
 def test_two_ranks_with_two_gpus_each_train_alike(tmp_path: Path) -> None:
-    """As with one each; DDP then has a bucket per GPU."""
+    """Ranks with two GPUs train like ranks with one. DDP has a bucket for each GPU."""
     options = [*EXAMPLE, "ddp.nproc_per_node=2"]
     for name, gpus in (("one", "0,1"), ("two", "0,1,2,3")):
         succeed([*python_main(), *options, f"run.name={name}"], tmp_path, CUDA_VISIBLE_DEVICES=gpus)

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.py --dry-run`: a typo must not cost time on a rented GPU."""
+"""Check `benchmarks/gpu.py --dry-run`, so that a typo does not cost time on a rented GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("part", ROWS)
-def test_a_part_on_a_cpu(part, tmp_path):
+def test_each_part_on_a_cpu(part, tmp_path):
     script = [
         sys.executable,
         str(ROOT / "benchmarks" / "gpu.py"),
@@ -52,8 +52,8 @@ def test_a_part_on_a_cpu(part, tmp_path):
         assert result["figures"]["identical"] == {"modern": True}
 
 
-def test_a_later_call_goes_on(tmp_path):
-    """What was measured is kept, whichever parts a call names; --fresh measures all again."""
+def test_a_later_call_continues(tmp_path):
+    """A later call keeps earlier measurements, whichever parts it names. --fresh repeats them."""
     script = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--dry-run", "--out=out"]
 
     def run(*words: str) -> str:
@@ -62,7 +62,7 @@ def test_a_later_call_goes_on(tmp_path):
 
     assert "tokens/s, tiny, gpt, repetition 1: " in run("--part", "3")
     again = run("--part", "1", "3")
-    assert "gpu_3.kept.json: 3 measurements of earlier calls stay" in again
+    assert "gpu_3.kept.json: keeping 3 measurements of earlier calls" in again
     assert "repetition 1" not in again
     assert "| tiny, gpt | " in again
     assert "tokens/s, tiny, gpt, repetition 1: " in run("--part", "3", "--fresh")

@@ -1,4 +1,4 @@
-"""Hooks of a user's file see a run, and do not change it."""
+"""Check that hooks in a user's file observe a run without changing it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_hooks_see_a_run_and_do_not_change_it(ranks, tmp_path):
     assert [entry[:2] for entry in seen] == [
         ["step", 3],
         ["step", 6],
-        ["evaluate", 6],  # fails, and is not called again
+        ["evaluate", 6],  # this call fails, so the hook is not called again
         ["step", 9],
         ["step", 12],
         ["end", 12],
@@ -70,7 +70,7 @@ def test_hooks_see_a_run_and_do_not_change_it(ranks, tmp_path):
         assert (with_hooks / last).read_bytes() == (tmp_path / "plain" / last).read_bytes()
 
 
-def test_an_unknown_event_is_one_line(tmp_path):
+def test_an_unknown_event_is_reported_in_one_line(tmp_path):
     code = 'from mingpt_ddp.registry import on\n\n@on("steps")\ndef look(step):\n    pass\n'
     write_files(tmp_path, {"mine/hooks.py": code})
     done = train(tmp_path, "--config-dir=mine", "+task.code=hooks.py")

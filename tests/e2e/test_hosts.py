@@ -1,5 +1,6 @@
-"""Two hosts, three ranks, real torchrun: a fault in mid-run, and the final weights of an
-uninterrupted run.
+"""Check runs of three ranks on two hosts with the real torchrun, with faults in mid-run.
+
+The final weights must equal those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from launching import ROOT, TINY, Job, is_running, last_step, python_main, wait_
 from netns_hosts import HostsUnavailable, TwoHosts
 from runs import succeed
 
-RANKS = (2, 1)  # on the first host, on the second
+RANKS = (2, 1)  # number of ranks on each host
 STEPS = 80
 SETTINGS = [
     *TINY,
@@ -34,11 +35,12 @@ USUAL = [*SETTINGS, "trainer.batch_size=24", f"trainer.max_steps={STEPS}"]
 # A host takes seconds to come back, and the others must still be training then.
 LONG = [*SETTINGS, "trainer.batch_size=96", "trainer.max_steps=90"]
 QUICK = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
-REPLACEABLE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # or no new agent can join a running one
+# Without this variable, no new agent can join a running one.
+REPLACEABLE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 class Cluster:
-    """The same command on both hosts, and its run directory."""
+    """The same command running on both hosts, with one run directory."""
 
     def __init__(
         self,
@@ -57,7 +59,7 @@ class Cluster:
         )
         self.run = cwd / "outputs" / "run"
         self.jobs: dict[int, Job] = {}
-        self.start(1)  # waits for the other host, which hosts the rendezvous
+        self.start(1)  # this host waits for the other one, which hosts the rendezvous
         self.start(0)
 
     def start(self, host: int) -> None:
@@ -77,7 +79,7 @@ class Cluster:
         self.jobs[host] = self.hosts.start(host, command, self.cwd, **self.extra)
 
     def kill_agent(self, host: int) -> None:
-        """SIGKILL the agent alone; its workers die with it."""
+        """SIGKILL only the agent. Its workers die with it."""
         orphans = self.jobs[host].kill_agent()
         assert len(orphans) == RANKS[host]
         wait_for(lambda: not any(map(is_running, orphans)), what="the end of the orphans")
@@ -131,7 +133,7 @@ def hosts():
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """The weights of the uninterrupted run."""
+    """Train an uninterrupted run. Return its weights."""
     with two_hosts() as pair:
         cluster = Cluster(pair, tmp_path_factory.mktemp("uninterrupted"))
         cluster.wait()
@@ -140,7 +142,7 @@ def uninterrupted(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # four rendezvous
+@pytest.mark.timeout(600)  # the test has four rendezvous
 def test_worker_then_link_then_rendezvous_fail(hosts, tmp_path, uninterrupted):
     cluster = Cluster(hosts, tmp_path)
     cluster.reach(15)
@@ -153,7 +155,7 @@ def test_worker_then_link_then_rendezvous_fail(hosts, tmp_path, uninterrupted):
     cluster.reach(55)
     assert cluster.world_sizes() == [3, 3, 3]
     cluster.kill_agent(0)
-    # without the rendezvous, the other agent fails
+    # The other agent fails when the rendezvous is gone.
     assert cluster.jobs[1].wait() == 1, cluster.text()
     cluster.start(0)
     cluster.start(1)

@@ -1,12 +1,12 @@
-"""Install the extras as a user does, without constraints.txt, into an empty environment, and use
+"""Install the extras into an empty environment as a user does, without constraints.txt, and use
 them.
 
-This proves that the bounds in setup.cfg are enough: what the index serves today for the extras in
-USES, which are installed into one environment, and for Ray, are final releases, and those of USES
-work. It does not prove that the lower bounds hold; `make lowest` does.
+This shows that the bounds in setup.cfg are sufficient. The extras in USES are installed into one
+environment: the index serves only final releases for them, and they work. For Ray, only the
+releases are checked. `make lowest` checks the lower bounds.
 
-torch alone is not installed (200 MB, or gigabytes with CUDA) but linked from the running
-environment, at its version. pip resolves what torch requires with all others.
+torch is not installed, since it has 200 MB, or gigabytes with CUDA. It is linked from the running
+environment, and pip resolves its requirements together with all others.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NOT_INSTALLED = {
     "test": "the environment that runs the tests",
     "dev": "the tools of make check, nothing that a user runs",
 }
-# Ray requires them, and they have only beta releases.
+# Ray requires these packages, which have only beta releases.
 WITHOUT_A_FINAL_RELEASE = {
     "opentelemetry-exporter-prometheus",
     "opentelemetry-semantic-conventions",
@@ -62,8 +62,9 @@ def pip(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Build the package's wheel in a copy of the checkout; skip where no index answers or torch
-    cannot be linked.
+    """Build the package's wheel in a copy of the checkout.
+
+    Skip the tests if no index answers or torch cannot be linked.
     """
     if torch.version.cuda is not None:
         pytest.skip("torch here is a CUDA build, whose libraries in other packages are not linked")
@@ -87,9 +88,9 @@ def wheel(tmp_path_factory) -> Path:
 
 
 def make_environment(path: Path) -> Path:
-    """Make a virtual environment with torch only; return its site-packages.
+    """Make a virtual environment that contains only torch. Return its site-packages.
 
-    Of torch's metadata it gets METADATA but not RECORD, so pip counts torch as installed and cannot
+    Torch's METADATA is copied but not its RECORD, so pip considers torch installed and cannot
     remove it.
     """
     venv.create(path, symlinks=True)
@@ -106,7 +107,8 @@ def make_environment(path: Path) -> Path:
 def install(extras: str, wheel: Path, work: Path, *options: object) -> Path:
     """Install the package with extras into a new environment in `work`.
 
-    Return its site-packages.
+    Returns:
+        The environment's site-packages.
     """
     site = make_environment(work / "env")
     (work / "torch.txt").write_text(f"torch=={torch.__version__}\n")
@@ -135,8 +137,9 @@ def test_every_extra_is_used_or_has_a_reason():
 
 
 def test_no_bound_admits_a_prerelease():
-    """A plugin says `hydra-core>=1.1.0.dev7`, by which pip takes pre-releases of Hydra unless
-    setup.cfg has a bound.
+    """A plugin requires `hydra-core>=1.1.0.dev7`.
+
+    Because of this, pip installs pre-releases of Hydra unless setup.cfg has a bound.
     """
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
@@ -153,7 +156,7 @@ def test_no_bound_admits_a_prerelease():
 
 @pytest.mark.slow
 def test_ray_resolves_to_final_releases(wheel, tmp_path):
-    """Ray is not installed (1.9 GB): pip only reports what it would install."""
+    """pip only reports the releases that it would install, since Ray has 1.9 GB."""
     install("ray", wheel, tmp_path, "--dry-run", "--report", tmp_path / "report.json")
     chosen = [
         found["metadata"] for found in json.loads((tmp_path / "report.json").read_text())["install"]

@@ -1,5 +1,6 @@
-"""SIGKILL any process and start again: the weights are those of the uninterrupted run, byte for
-byte.
+"""SIGKILL processes of a run in every way and start it again.
+
+The weights must equal those of the uninterrupted run byte for byte.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ def start(path: str, ranks: int, cwd: Path, held: dict[int, int] | None = None) 
 
 
 def one_step_per_quarter(seed: str) -> list[int]:
-    """Return a random step in each quarter of the run, the same for the same seed.
+    """Return a random step in each quarter of the run. Each comes after the first snapshot.
 
-    Each is after the first snapshot.
+    The same seed gives the same steps.
     """
     generator, quarter = random.Random(seed), STEPS // 4
     steps = []
@@ -76,7 +77,7 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_killed_in_every_way(path, ranks, tmp_path):
-    """A worker, which its parent restarts, twice; then the parent alone; then all processes."""
+    """Kill a worker twice, which its parent restarts, then only the parent, then all processes."""
     uninterrupted = start(path, ranks, tmp_path / "uninterrupted").job
     assert uninterrupted.wait() == 0, uninterrupted.text()
 

@@ -1,8 +1,8 @@
-"""The Kubernetes manifest agrees with the program, and the exit codes of its pods separate errors
-from preemption.
+"""Check that the Kubernetes manifest agrees with the program.
 
-Two processes stand in for the pods, with the variables that the operator of Kubeflow sets;
-docs/kubernetes.md says how the manifest handles their exit codes.
+The exit codes of the pods must distinguish errors from preemption. Two processes take the place of
+the pods, with the variables that the Kubeflow operator sets. docs/kubernetes.md describes how the
+manifest handles the exit codes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TRAINER = JOB["spec"]["trainer"]
 
 
 def validation_errors(document: dict[str, Any]) -> list[str]:
-    """Return what the published models reject, or drop as unknown."""
+    """Return the errors of a document: fields that the published models reject or do not know."""
     models = pytest.importorskip(
         "kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed"
     )
@@ -41,7 +41,7 @@ def validation_errors(document: dict[str, Any]) -> list[str]:
 
 
 def scalars(value: Any, path: str = "") -> set[str]:
-    """Return every scalar of a document with its path, as strings."""
+    """Return every scalar of a document as a string with its path."""
     if isinstance(value, dict) and value:
         return {scalar for key, each in value.items() for scalar in scalars(each, f"{path}.{key}")}
     if isinstance(value, list) and value:
@@ -86,7 +86,7 @@ def test_an_invalid_manifest_is_detected(path, value, expected):
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> dict[str, Any]:
-    """The configuration of the command of the manifest."""
+    """Compose the configuration of the command in the manifest."""
     command = [*python_main(), *TRAINER["args"], "--cfg", "job"]
     return yaml.safe_load(succeed(command, tmp_path_factory.mktemp("config")))
 
@@ -106,7 +106,7 @@ def test_the_command_of_the_manifest_is_a_valid_configuration(config):
     assert config["snapshot"]["grace_seconds"] + 20 <= POD["terminationGracePeriodSeconds"]
 
 
-def test_the_exit_codes_of_the_manifest_are_those_of_the_program(config):
+def test_the_exit_codes_of_the_manifest_equal_those_of_the_program(config):
     rules = PODS["template"]["spec"]["podFailurePolicy"]["rules"]
     by_code = {
         code: rule["action"]
@@ -133,7 +133,7 @@ def test_runs_are_written_to_a_volume_and_the_manifest_has_no_secret(config):
 
 
 def pod(cwd: Path, index: int, pods: int, port: int, *overrides: str) -> Job:
-    """Start a pod of a job, with the environment that the operator sets."""
+    """Start a process as a pod of a job, with the environment that the operator sets."""
     variables = {
         "PET_NNODES": str(pods),
         "PET_NPROC_PER_NODE": "1",

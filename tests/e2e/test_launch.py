@@ -1,4 +1,7 @@
-"""What a run writes, and how it resumes, beyond contract/; test_launchers.py has the launchers."""
+"""Check the output and the resumption of runs in cases that the contract tests do not have.
+
+test_launchers.py checks the launchers.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from runs import curve, error_line, fail, read_result, succeed, train, weights
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> tuple[Path, str]:
-    """The directory and the output of a run of two ranks under torchrun."""
+    """Train a run on two ranks under torchrun. Return its directory and its output."""
     cwd = tmp_path_factory.mktemp("pair")
     text = succeed([*torchrun(2), *TINY, "run.name=run"], cwd)
     return cwd / "outputs" / "run", text
@@ -40,7 +43,7 @@ def test_run_directory(pair):
 
 
 def test_the_log_names_epochs_and_the_time(pair):
-    """43 steps are an epoch."""
+    """An epoch has 43 steps."""
     run, text = pair
     assert re.search(r"^step 12/12: loss .*, epoch 1/1, lr ", text, flags=re.MULTILINE)
     assert len(re.findall(r"^the first step was done after [0-9.]+ s$", text, re.MULTILINE)) == 1
@@ -50,7 +53,7 @@ def test_the_log_names_epochs_and_the_time(pair):
 
 
 def test_communication_overlaps_the_backward_pass(tmp_path):
-    """The exposed part of the all-reduce is at most all of it, and some of it is hidden."""
+    """The exposed part of the all-reduce is less than all of it, since the rest is hidden."""
     steps = ["trainer.max_steps=40", "trainer.log_every=10", "data.truncate=0.2"]
     two = ["ddp.nproc_per_node=2", "ddp.bucket_cap_mb=0.01", "ddp.backend=gloo", "model.n_embd=96"]
     run = train(tmp_path, *TINY, *steps, *two)
@@ -70,7 +73,7 @@ def test_resume_never_starts_a_new_run_and_another_run_can_be_resumed(tmp_path):
 
 
 def test_damaged_newest_snapshot_is_reported_and_skipped(tmp_path):
-    """One line names it."""
+    """One line of the log names the damaged snapshot."""
     run = train(tmp_path, *TINY, "trainer.max_steps=8")
     damaged = run / "snapshots" / "step_00000008" / "optimizer.safetensors"
     content = bytearray(damaged.read_bytes())
@@ -104,7 +107,7 @@ def test_changed_learning_rate_is_logged_and_applied(tmp_path):
 
 
 def test_snapshots_on_another_filesystem(tmp_path):
-    """memory:// lives as long as the process: enough to show that no code assumes a local path."""
+    """Snapshots in memory:// last as long as the process. So no code may assume a local path."""
     run = train(tmp_path, *TINY, "snapshot.path=memory://bucket/runs")
     assert "committed to memory://bucket/runs/run" in (run / "main.rank0.log").read_text()
     assert not (run / "snapshots").exists()
@@ -112,7 +115,7 @@ def test_snapshots_on_another_filesystem(tmp_path):
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_reduced_precision_resumes_exactly(precision, tmp_path):
-    """The state of the gradient scaler is part of the snapshot."""
+    """A snapshot contains the state of the gradient scaler."""
     options = [*TINY, f"trainer.precision={precision}", "optimizer.schedule_steps=12"]
     whole = train(tmp_path / "whole", *options)
     for steps in (8, 12):
@@ -124,7 +127,7 @@ def test_reduced_precision_resumes_exactly(precision, tmp_path):
 
 @pytest.mark.slow
 def test_installed_wheel_contains_its_configuration(tmp_path):
-    """`pip install .`, then `torchrun -m mingpt_ddp` in any directory."""
+    """After `pip install .`, `torchrun -m mingpt_ddp` works in any directory."""
     source, site = tmp_path / "source", tmp_path / "site"
     copy_source(source)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site)]
@@ -146,9 +149,7 @@ def test_installed_wheel_contains_its_configuration(tmp_path):
 
 
 def test_a_worker_whose_agent_died_before_the_rendezvous_exits(tmp_path):
-    """The store of the agent is unreachable: an orphaned worker must not train, not even as the
-    only rank.
-    """
+    """The agent's store cannot be reached. An orphaned worker must not train, not even alone."""
     orphan = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     agent = {"MASTER_PORT": "9", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     text = fail([*python_main(), *TINY, "ddp.timeout_s=2"], tmp_path, **orphan, **agent)

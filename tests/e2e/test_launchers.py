@@ -1,6 +1,7 @@
-"""Several machines, ranks without torchrun, and signals: the same run, byte for byte.
+"""Check runs on several machines, runs without torchrun, and runs that get signals.
 
-test_every_way.py has the launchers of one machine.
+Each must equal the uninterrupted run byte for byte. test_every_way.py checks the launchers of one
+machine.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ SETTINGS = [
     "trainer.eval_every=12",
     "run.name=run",
 ]
-# Slow enough to be killed in mid-run.
+# A run with these settings is slow enough to be killed in mid-run.
 SLOW = [*SETTINGS, "trainer.max_steps=2000", "optimizer.schedule=constant"]
 MAIN = str(ROOT / "main.py")
 TWO = "ddp.nproc_per_node=2"
@@ -50,7 +51,10 @@ TWO = "ddp.nproc_per_node=2"
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """Return the weights of a run of forked workers, by number of ranks."""
+    """Return a function that trains with forked workers on a number of ranks.
+
+    It returns the weights.
+    """
     done: dict[int, bytes] = {}
 
     def get(ranks: int) -> bytes:
@@ -70,9 +74,7 @@ ONE_MACHINE = {
 
 
 def test_one_process_per_rank(tmp_path, uninterrupted):
-    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set by a script, and the ranks start in any
-    order.
-    """
+    """A script sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. The ranks start in any order."""
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     jobs = [Job([*python_main(), *SETTINGS], tmp_path, RANK=rank, **shared) for rank in ("1", "0")]
     assert [job.wait() for job in jobs] == [0, 0], jobs[1].text()
@@ -80,7 +82,7 @@ def test_one_process_per_rank(tmp_path, uninterrupted):
 
 
 def test_a_sweep_of_one_process_per_rank(tmp_path):
-    """Rank zero hosts one store for all jobs, and for what the sweep itself exchanges."""
+    """Rank zero hosts one store, which all jobs and the sweep itself use."""
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     sweep = ["-m", "optimizer.lr=0.001,0.002", "ddp.timeout_s=10"]
     command = [*python_main(), *sweep, *SETTINGS[:-1]]
@@ -91,8 +93,9 @@ def test_a_sweep_of_one_process_per_rank(tmp_path):
 
 
 def test_two_machines_under_torchrun(tmp_path, uninterrupted):
-    """Two ranks and one rank share a directory, with a log per global rank; test_hosts.py covers
-    rdzv_backend=c10d.
+    """The machines have two ranks and one rank, and share a directory with one log per global rank.
+
+    test_hosts.py covers rdzv_backend=c10d.
     """
     base = [
         sys.executable,
@@ -117,8 +120,9 @@ def test_two_machines_under_torchrun(tmp_path, uninterrupted):
 
 
 class Machines:
-    """Two machines without torchrun, of one and two ranks: RANK is the first global rank of
-    each.
+    """Two machines without torchrun, with one rank and two ranks.
+
+    The variable RANK is the first global rank of each machine.
     """
 
     def __init__(self, cwd: Path, *overrides: str) -> None:
@@ -140,8 +144,8 @@ class Machines:
         )
 
     def reach(self, attempt: int) -> None:
-        """Wait until this attempt has taken a step, and another one has a snapshot to resume
-        from.
+        """Wait until this attempt has taken a step and a snapshot is committed, so that the next
+        attempt can resume.
         """
 
         def is_reached() -> bool:
@@ -160,7 +164,7 @@ class Machines:
 def test_two_machines_by_hand(tmp_path, uninterrupted):
     """The second machine waits for the first.
 
-    A worker is killed, then the parent that hosts the store.
+    The test kills a worker, and then the parent that hosts the store.
     """
     machines = Machines(tmp_path, *SETTINGS, "snapshot.every_steps=1", "snapshot.keep_last=1")
     machines.start(1)
@@ -193,9 +197,9 @@ def test_a_user_error_on_two_machines_is_reported_once_on_each(tmp_path):
 
 
 def test_killed_restarted_and_interrupted(tmp_path):
-    """run.resume=never creates one new directory, not one per restart.
+    """run.resume=never creates one new directory, not one for each restart.
 
-    Ctrl-C reaches all processes of the terminal.
+    At the end, Ctrl-C reaches all processes of the terminal.
     """
     runs = tmp_path / "outputs"
     (runs / "run").mkdir(parents=True)
@@ -222,9 +226,7 @@ def process_tree(pid: int) -> list[int]:
 
 @pytest.fixture
 def slow_run(tmp_path):
-    """A run of two forked workers, with its own directory for temporary files, whose path is
-    short.
-    """
+    """Start a run of two forked workers with its own TMPDIR, whose path is short."""
     with tempfile.TemporaryDirectory(prefix="slow-run-") as directory:
         job = UnforkedJob([*ONE_MACHINE["forkserver"], *SLOW], tmp_path, TMPDIR=directory)
         job.tmpdir = Path(directory)
@@ -232,8 +234,8 @@ def slow_run(tmp_path):
         yield job
 
 
-def test_a_signal_for_all_processes(slow_run, tmp_path):
-    """A scheduler may signal every process of a job; none leaves temporary files."""
+def test_a_signal_to_all_processes(slow_run, tmp_path):
+    """A scheduler may signal every process of a job. None of them leaves temporary files."""
     for pid in process_tree(slow_run.process.pid):
         os.kill(pid, signal.SIGTERM)
     assert slow_run.wait() == 0, slow_run.text()
@@ -264,8 +266,9 @@ def test_loader_processes_leave_no_sockets(launcher, tmp_path):
 
 @pytest.mark.slow
 def test_odd_values_in_the_environment(tmp_path):
-    """The address of a socket in TMPDIR has at most 107 bytes; OpenMP ignores a number of threads
-    below 1.
+    """A long TMPDIR and OMP_NUM_THREADS=0 do no harm.
+
+    The path of a socket may have at most 107 bytes, and OpenMP ignores a thread count below 1.
     """
     directory = tmp_path / ("t" * 100)
     directory.mkdir()
@@ -280,7 +283,7 @@ def test_odd_values_in_the_environment(tmp_path):
 
 
 def test_without_shared_memory(tmp_path):
-    """In a container, /dev/shm may be read-only: no semaphores, and gloo between the ranks."""
+    """In a container, /dev/shm may be read-only. Then semaphores are missing; ranks use gloo."""
     read_only = [
         "unshare",
         "--mount",
@@ -296,7 +299,7 @@ def test_without_shared_memory(tmp_path):
 
 
 def test_mpirun(tmp_path, uninterrupted):
-    """The variables of Open MPI's mpirun, which starts one process per rank."""
+    """Open MPI's mpirun starts one process per rank, and sets these variables."""
     shared = {
         "OMPI_COMM_WORLD_SIZE": "2",
         "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
@@ -311,14 +314,14 @@ def test_mpirun(tmp_path, uninterrupted):
 
 
 def test_more_ranks_than_micro_batches_of_the_snapshot(tmp_path):
-    """The run is refused before anything is written; a complete one shows its result."""
+    """The run is refused before anything is written. A complete run still shows its result."""
     settings = [*python_main(), *SETTINGS, "trainer.batch_size=8"]
     four = [*settings, "ddp.nproc_per_node=4"]
     succeed([*settings, TWO, "trainer.max_steps=4"], tmp_path)
     assert "done: " in succeed([*four, "trainer.max_steps=4"], tmp_path)
 
     def contents() -> dict[str, str]:
-        """Without the lock, in which each process notes its number."""
+        """Leave out the lock file, in which each process writes its id."""
         found = hashes(tmp_path / "outputs" / "run")
         return {name: digest for name, digest in found.items() if name != ".lock"}
 
@@ -330,9 +333,9 @@ def test_more_ranks_than_micro_batches_of_the_snapshot(tmp_path):
 
 
 def test_a_batch_size_per_rank(tmp_path):
-    """Two ranks train with twice the batch.
+    """Two ranks train with twice the batch of one rank.
 
-    The snapshot keeps it when other numbers of ranks continue the run.
+    The snapshot keeps the batch size, even if another number of ranks continues the run.
     """
     settings = [
         word for word in SETTINGS if "batch_size" not in word and not word.startswith("run.name")

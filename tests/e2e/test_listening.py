@@ -1,5 +1,6 @@
-"""Local workers listen on loopback only: access to their store is enough to stop or change the
-run.
+"""Check that local workers listen only on loopback.
+
+Anybody who can reach their store can stop or change the run.
 """
 
 from __future__ import annotations
@@ -22,13 +23,11 @@ LONG = [
     "snapshot.every_steps=100",
     "run.name=run",
 ]
-LISTEN = "0A"  # of <net/tcp_states.h>
+LISTEN = "0A"  # TCP_LISTEN in <net/tcp_states.h>
 
 
 def process_tree(pid: int) -> list[int]:
-    """Return a process id and those of its descendants, including the children of threads other
-    than the main one.
-    """
+    """Return the ids of a process and its descendants, including children of all its threads."""
     pids = [pid]
     for parent in pids:
         for path in Path(f"/proc/{parent}/task").glob("*/children"):
@@ -38,7 +37,7 @@ def process_tree(pid: int) -> list[int]:
 
 
 def listening(pid: int) -> set[tuple[int, str, int]]:
-    """Return process id, address and port of every listening TCP socket in a process tree."""
+    """Return the process id, address and port of every listening TCP socket in a process tree."""
     found = set()
     for process in process_tree(pid):
         inodes = {
@@ -56,7 +55,7 @@ def listening(pid: int) -> set[tuple[int, str, int]]:
 
 
 def decode(address: str) -> str:
-    """Decode an address of /proc/net/tcp: 32-bit words in native byte order."""
+    """Decode an address in /proc/net/tcp, which has 32-bit words in native byte order."""
     groups = [bytes.fromhex(address[start : start + 8]) for start in range(0, len(address), 8)]
     ip = ipaddress.ip_address(
         b"".join(group[::-1] if sys.byteorder == "little" else group for group in groups)
@@ -69,9 +68,7 @@ def beyond_loopback(sockets: set[tuple[int, str, int]]) -> set[tuple[int, str, i
 
 
 def watch(job: Job, cwd: Path) -> None:
-    """Record the listening sockets from the start until some steps are logged, then stop the
-    job.
-    """
+    """Record the listening sockets of a job until it has logged a few steps. Then stop the job."""
     seen: set[tuple[int, str, int]] = set()
 
     def is_training() -> bool:
@@ -83,7 +80,7 @@ def watch(job: Job, cwd: Path) -> None:
     workers = set(job.workers())
     job.kill_tree()
     assert not beyond_loopback(seen)
-    # the process that hosts the store; before it, the launcher has the socket for a moment
+    # A process of its own hosts the store. Before that, the launcher has the socket for a moment.
     store = {port for pid, _, port in seen if pid not in {job.process.pid, *workers}}
     assert store, "the store was not listening"
     assert len(workers & {pid for pid, _, port in seen if port not in store}) == 2, (
@@ -101,7 +98,7 @@ def test_local_workers(launcher, tmp_path):
 
 @pytest.mark.slow
 def test_local_workers_where_the_host_name_is_an_address(tmp_path):
-    """Gloo listens on the address of the host name, which on many machines is not loopback."""
+    """By default, gloo listens on the address of the host name, which often is not loopback."""
     try:
         hosts = TwoHosts()
     except HostsUnavailable as reason:
@@ -111,9 +108,7 @@ def test_local_workers_where_the_host_name_is_an_address(tmp_path):
 
 
 def test_a_rank_started_by_hand_can_be_reached_from_other_machines(tmp_path):
-    """A scheduler may set MASTER_ADDR=localhost on the first machine, and its name on the
-    others.
-    """
+    """A scheduler may set MASTER_ADDR=localhost on the first machine and its name on the others."""
     port = free_port()
     where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     job = Job([*python_main(), *LONG], tmp_path, RANK="0", WORLD_SIZE="2", **where)

@@ -1,4 +1,4 @@
-"""A run of many texts, whose configuration is long: all that reads its records can read them."""
+"""Train on many texts, and check that each command can read the long configuration."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from launching import TINY, python_main, with_code
 from runs import fail, recorded_config, succeed
 
-FILES = 250  # with long names: Hydra's time is that of their number
+FILES = 250  # the names are long, since Hydra's time grows with the number of files
 TRAIN = [*python_main(), "--config-dir=conf", "data=many", *TINY, "data.truncate=1.0"]
 
 
 @pytest.fixture(scope="module")
 def cwd(tmp_path_factory) -> Path:
-    """The working directory of a run that was resumed once."""
+    """Train a run, and resume it once. Return its working directory."""
     cwd = tmp_path_factory.mktemp("many")
     texts = cwd / f"a_collection_of_{'many_' * 40}texts"
     texts.mkdir()
@@ -56,7 +56,7 @@ def test_the_second_start_has_resumed_and_recorded_what_differs(cwd):
     assert re.search(r"trainer\.max_steps +4 +6$", log, re.MULTILINE)
 
 
-def test_its_snapshots_are_used(cwd):
+def test_commands_can_use_the_snapshots(cwd):
     assert module(cwd, "sample", "outputs/run", "prompt=1", "max_new_tokens=5").startswith("1")
     assert '"loss"' in module(cwd, "evaluate", "outputs/run")
     module(cwd, "snapshots", "export", "outputs/run", "to=exported")
@@ -65,7 +65,7 @@ def test_its_snapshots_are_used(cwd):
     assert "confirmed: steps 5 to 6" in replayed
 
 
-def test_its_directory_is_used(cwd):
+def test_commands_can_use_the_run_directory(cwd):
     assert "after 6 steps" in module(cwd, "again", "outputs/run")
     [job] = json.loads(module(cwd, "report", "outputs/run", "format=json"))["groups"][0]["jobs"]
     assert job["status"] == "complete"
@@ -80,9 +80,10 @@ def test_a_sweep_trains_nothing_twice(cwd):
 
 
 def test_a_configuration_that_could_not_be_read_is_refused(cwd):
-    """Before anything is written.
+    """It is refused before anything is written.
 
-    The limit is lower than usual: of so many texts, Hydra would read half a minute.
+    The limit is lower than usual, since Hydra would read a really long configuration for half a
+    minute.
     """
     limit = f"from mingpt_ddp.storage import yaml_and_json as y\ny.MAX_YAML_EVENTS = {4 * FILES}\n"
     text = fail([*TRAIN, "run.name=refused"], cwd, PYTHONPATH=with_code(cwd / "site", limit))

@@ -1,4 +1,7 @@
-"""A run that does not fit into memory ends at once; one that did, and fails later, restarts."""
+"""Check runs that run out of memory. A run that does not fit ends at once.
+
+If it did fit and fails later, it restarts.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ import pytest
 from launching import TINY, call, committed, python_main, torchrun
 from runs import fail
 
-# Rank 1 has too little memory at its <at>-th pass of a start, 0: in evaluation, but at most <times>
-# times in all starts.
+# Rank 1 runs out of memory in its <at>-th pass of each start, but at most <times> times in all
+# starts. If <at> is 0, it runs out of memory in evaluation.
 MODEL = """
 import os
 from pathlib import Path
@@ -33,7 +36,7 @@ class Greedy(nn.Module):
         self.passes += self.training
         is_due = self.passes == <at> and self.training
         is_due = is_due or (<at> == 0 and not self.training)
-        if is_due and os.environ.get("RANK") == "1":  # rank zero alone tries it before the run
+        if is_due and os.environ.get("RANK") == "1":  # skips rank zero's trial before the run
             with open(FAILURES, "a+") as file:
                 file.seek(0)
                 if len(file.read()) < <times>:
@@ -62,7 +65,7 @@ FIRST_EVALUATION = "the first evaluation does not fit"
 def train(
     tmp_path: Path, launcher: str, allocate: str, at: int, times: int
 ) -> tuple[int, str, int]:
-    """Return the exit code, the output, and how many starts ran out of memory."""
+    """Train. Return the exit code, the output and the number of starts that ran out of memory."""
     preset = tmp_path / "model" / "greedy.yaml"
     preset.parent.mkdir()
     preset.write_text(PRESET)
@@ -87,8 +90,8 @@ def train(
 @pytest.mark.parametrize(
     ("launcher", "allocate", "at", "message"),
     [
-        ("nproc_per_node", OF_CPU, 1, FIRST),  # in the warm-up
-        ("nproc_per_node", OF_GPU, 4, FIRST),  # in the second step, after two warm-up passes
+        ("nproc_per_node", OF_CPU, 1, FIRST),  # fails in the warm-up
+        ("nproc_per_node", OF_GPU, 4, FIRST),  # fails in the second step, after two warm-up passes
         ("nproc_per_node", OF_CPU, 0, FIRST_EVALUATION),
         ("torchrun", OF_CPU, 1, FIRST),
         ("torchrun", OF_GPU, 3, FIRST),
@@ -119,7 +122,7 @@ def test_a_run_that_runs_out_of_memory_later_restarts(tmp_path):
 
 
 def test_a_model_that_does_not_fit_is_refused(tmp_path):
-    """Its first large matrix would take 4 TB."""
+    """The first large matrix of the model would take 4 TB."""
     options = ["model=gpt_nano", "model.n_head=1", "model.n_embd=600000", "trainer.device=cpu"]
     text = fail([*python_main(), *TINY, *options], tmp_path)
     line = text.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""trainer.max_minutes: kills before and after it becomes a number of steps, on other ranks."""
+"""Check trainer.max_minutes under kills, before and after it becomes a number of steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runs import fail, succeed, tool
 from snapshot_helpers import digests
 
 WARMUP = 5
-END = 40  # the steps that minutes at the last resume are
+END_STEP = 40  # number of steps that the minutes of the last resume allow
 SETTINGS = [
     *[word for word in TINY if not word.startswith(("trainer.max_", "optimizer.warmup"))],
     f"optimizer.warmup_steps={WARMUP}",
@@ -37,7 +37,7 @@ def test_killed_before_and_after_the_number_of_steps_is_fixed(tmp_path):
     kill_before(13, hour, killed, lambda: 10 in committed(run))
     before = state_of(run)["train_state"]
     assert before["step_seconds"] is None
-    # A tenth of so many minutes is over at about step 10, as soon as ten steps are timed.
+    # A tenth of this many minutes is over at about step 10, as soon as ten steps are timed.
     given = 100 * before["timed_seconds"] / before["timed_steps"] / 60
     few = [*torchrun(2), *SETTINGS, f"trainer.max_minutes={given!r}"]
     kill_before(28, few, killed, lambda: 25 in committed(run))
@@ -48,20 +48,20 @@ def test_killed_before_and_after_the_number_of_steps_is_fixed(tmp_path):
     assert state["steps"] == round(steps) > 28
 
     shutil.copytree(killed, undisturbed)
-    minutes = (
-        f"trainer.max_minutes={given * END / state['steps']!r}"  # a part of the recorded number
-    )
+    minutes = f"trainer.max_minutes={given * END_STEP / state['steps']!r}"
     kill_before(33, [*torchrun(3), *SETTINGS, minutes], killed, lambda: 30 in committed(run))
     text = succeed([*torchrun(2), *SETTINGS, minutes], killed)
-    assert f"resuming from the snapshot of step 30 of {END}" in text
-    assert f"in {END} steps" in text
+    assert f"resuming from the snapshot of step 30 of {END_STEP}" in text
+    assert f"in {END_STEP} steps" in text
     succeed([*python_main(), *SETTINGS, minutes], undisturbed)
-    assert max(committed(run)) == END
+    assert max(committed(run)) == END_STEP
     assert digests(run) == digests(undisturbed / "outputs" / "run")
 
 
-def test_a_replay_offers_steps_that_one_number_of_minutes_has_trained(tmp_path):
-    """Other minutes scale the number of steps: the rates on both sides do not belong together."""
+def test_a_replay_offers_only_steps_that_one_time_limit_has_trained(tmp_path):
+    """Other minutes give another number of steps, so the learning rates before and after the
+    change belong to different schedules.
+    """
     first = 0
     for minutes in (0.02, 0.06):
         words = ["snapshot.keep_last=1000", f"trainer.max_minutes={minutes}"]

@@ -1,4 +1,4 @@
-"""examples/model_parallel.py, as its first lines run it: two ranks, on a CPU."""
+"""Check examples/model_parallel.py with the command in its docstring, on two ranks and a CPU."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def no_gpu(monkeypatch):
 
 
 def run_forked(cwd: Path, *more: str) -> CompletedProcess[str]:
-    """Run the command with other words after it, without the time to import torch."""
+    """Run the command with more words. It is forked, which saves the import of torch."""
     words = [word for word in shlex.split(command_of(EXAMPLE))[2:] if "config-dir" not in word]
     return call([*python_main(), f"--config-dir={EXAMPLES}", *words, *more], cwd)
 
 
 def test_the_command_of_the_example(tmp_path):
-    """And it goes on with more steps."""
+    """The run then continues with more steps."""
     done = run_in_shell(command_of(EXAMPLE), tmp_path)
     assert done.returncode == 0, done.stdout
     assert "on 2 x cpu" in done.stdout
@@ -49,7 +49,7 @@ def test_the_command_of_the_example(tmp_path):
         ("model.n_head=3", "model.n_head=3 must divide model.n_embd=64"),
     ],
 )
-def test_what_it_cannot_train_is_one_line(word, reason, tmp_path):
+def test_unsupported_settings_are_refused_in_one_line(word, reason, tmp_path):
     done = run_forked(tmp_path, word)
     assert done.returncode == 2, done.stdout
     assert done.stdout.splitlines() == [f"config error: {reason}"]

@@ -1,4 +1,4 @@
-"""examples/noise_scale.py: its numbers, the bits of its run, and a run that is killed."""
+"""Check examples/noise_scale.py: its numbers, the bits of its run, and a run that is killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mingpt_ddp.training.trainable import build_trainable
 
 EXAMPLE = EXAMPLES / "noise_scale.py"
 STEPS, KILLED_AT = 8, 6
-MICRO_BATCHES = 6  # more than ranks, also on three
+MICRO_BATCHES = 6  # more than there are ranks, of which there are at most three
 SETTINGS = [
     *TINY,
     "trainer.device=cpu",
@@ -35,7 +35,7 @@ SETTINGS = [
     "snapshot.background=false",
 ]
 WITH_HOOK = ["--config-dir=mine", "+task.code=hooks.py"]
-# Ends one rank in a pass of a step, once.
+# Kills one rank in a pass of a step, but only once.
 KILL = f"""
 
 import os, pathlib, signal
@@ -58,7 +58,7 @@ class Killed(NoiseScale):
 
 
 def train(cwd: Path, hooks: str | None, *words: str, code: int = 0) -> Path:
-    """Train a run, with the hooks of a file or without any; return its directory."""
+    """Train a run with the hooks in a file, or without hooks. Return the run directory."""
     write_files(cwd, {"mine/hooks.py": hooks or "", "mine/x.yaml": ""})
     done = call([*python_main(), *SETTINGS, *WITH_HOOK, *words, "run.name=run"], cwd)
     assert done.returncode == code, done.stdout
@@ -66,20 +66,20 @@ def train(cwd: Path, hooks: str | None, *words: str, code: int = 0) -> Path:
 
 
 def with_kill() -> str:
-    """Return the example with another class, which is registered in place of its own."""
+    """Return the example's source with another class registered in place of its own."""
     source, decorator = EXAMPLE.read_text(), '@acts("gradients")\n'
     assert source.count(decorator) == 1
     return source.replace(decorator, "") + KILL.replace("class Killed", f"{decorator}class Killed")
 
 
 def trained_bytes(run: Path) -> dict[str, bytes]:
-    """Return the files of the weights and of the optimizer in the newest snapshot, by name."""
+    """Return the weight and optimizer files of the newest snapshot by name."""
     files = tensor_files(run)
     return {name: content for name, content in files.items() if not name.startswith("hooks")}
 
 
 def measured(run: Path) -> dict[int, dict[str, float]]:
-    """Return the metrics of the hook by step."""
+    """Return the hook's metrics by step."""
     prefix = "train_noise_scale"
     return {
         step: {key: value for key, value in row.items() if key.startswith(prefix)}
@@ -92,7 +92,9 @@ def by_hand(run: Path, cwd: Path, prefix: str) -> dict[int, float]:
     """Compute the noise scale of each step from the gradients at the weights of its snapshots.
 
     Args:
-        prefix: Of the names of the parameters that count.
+        run: The run directory.
+        cwd: The working directory of the run.
+        prefix: Only parameters whose names begin with this prefix count.
     """
     keys = {word.partition("=")[0]: word for word in SETTINGS}
     words = [*keys.values(), f"run.root={cwd}", f"data.cache_dir={cwd / 'cache'}"]
@@ -116,7 +118,7 @@ def by_hand(run: Path, cwd: Path, prefix: str) -> dict[int, float]:
             gradients.append(torch.cat([part.flatten() for part in parts]).double())
         each = torch.stack(gradients)
         assert len(each) == MICRO_BATCHES
-        # The sample covariance is unbiased, and so is the squared mean less its variance.
+        # The sample covariance is unbiased. So is the squared mean without its own variance.
         now = each.var(dim=0).sum()
         signal = each.mean(dim=0).square().sum() - now / MICRO_BATCHES
         trace = now if trace is None else 0.95 * trace + 0.05 * now
@@ -149,8 +151,8 @@ def test_the_command_of_the_example(tmp_path):
     ],
     ids=["1", "2", "3", "zero1", "canonical", "fsdp", "activation checkpointing"],
 )
-def test_the_noise_scale_is_that_of_the_gradients_also_after_a_kill(ranks, words, tmp_path):
-    """And the weights have the bits of a run without the hook."""
+def test_the_noise_scale_matches_the_gradients_even_after_a_kill(ranks, words, tmp_path):
+    """The weights have the same bits as those of a run without the hook."""
     more = [*words, f"ddp.nproc_per_node={ranks}"] if ranks > 1 else words
     without = train(tmp_path / "without", None, *more)
     run = train(tmp_path / "with", EXAMPLE.read_text(), *more)
@@ -230,7 +232,7 @@ class Measured:
         (MEASURES.replace('"gradients"', '"update"'), [], "only @acts("),
     ],
 )
-def test_a_mistake_is_one_line_and_nothing_is_written(hooks, words, message, tmp_path):
+def test_a_mistake_is_reported_in_one_line_and_nothing_is_written(hooks, words, message, tmp_path):
     cwd = write_files(tmp_path, {"mine/hooks.py": hooks or EXAMPLE.read_text()})
     ranks = ["ddp.nproc_per_node=2", "ddp.max_restarts=0"] if words else []
     text = fail([*python_main(), *SETTINGS, *WITH_HOOK, *ranks, *words], cwd)

@@ -1,4 +1,4 @@
-"""examples/norms.py: the command of the example, its norms, and a resume to the same bits."""
+"""Check examples/norms.py: its command, its norms, and that a resume gives the same bits."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def test_the_command_of_the_example(tmp_path):
             assert last[f"train_{kind}_{layer}"] > 0
 
 
-def test_the_norms_are_those_of_the_weights_and_go_on_after_a_resume(tmp_path):
-    """The update of the last step is the difference between two snapshots."""
+def test_the_norms_match_the_weights_and_continue_after_a_resume(tmp_path):
+    """The update of the last step must equal the difference between two snapshots."""
     common = [*TINY, "trainer.device=cpu", "trainer.log_every=1", f"+data.code={EXAMPLE}"]
     saves = ["snapshot.every_steps=1", "snapshot.keep_last=9", "snapshot.background=false"]
     for steps in (3, 4):

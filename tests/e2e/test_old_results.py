@@ -1,4 +1,4 @@
-"""Edit the text or your own code between two starts: an old result is not taken for a new one."""
+"""Edit the text or a user's code between two starts. Old results must not pass for new ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FILE = "recipe/rate_of_mine.py"
 
 @pytest.fixture
 def project(tmp_path) -> Path:
-    """A working directory with a text, a schedule, and a file that the schedule imports."""
+    """Make a working directory with a text, a schedule, and a file that the schedule imports."""
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "mine.py").write_text(MINE)
     (tmp_path / FILE).write_text("RATE = 1.0\n")
@@ -46,7 +46,7 @@ def train(cwd: Path, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_a_sweep_says_that_its_results_are_of_old_code(project):
+def test_a_sweep_reports_that_its_results_come_from_old_code(project):
     sweep = ("-m", "run.name=lr", "optimizer.lr=0.01,0.02")
     code, text = train(project, *sweep, "run.seed=1,2")
     assert code == 0 and "has changed" not in text and "old code" not in text, text
@@ -98,7 +98,7 @@ def test_a_sweep_refuses_results_of_another_text(project):
     assert code == 0 and "sweep: 2 jobs, 2 already complete, 0 failed" in text
 
 
-def test_a_search_asks_for_the_text_and_the_code_too(project):
+def test_a_search_checks_the_text_and_the_code_too(project):
     pytest.importorskip("optuna")
     search = ("-m", "sweep=optuna", "run.name=s", "sweep.trials=2", "sweep.sampler=random")
     search += ("optimizer.lr=interval(0.01,0.02)",)

@@ -1,5 +1,6 @@
-"""Output that cannot be written, of every command: a full disk, a reader that has ended, a closed
-stream.
+"""Check every command whose output cannot be written.
+
+The disk is full, the reader has ended, or the stream is closed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from forked import UNREAD, open_output, server_of
 from launching import PATIENCE_S, ROOT, TINY, environment, python_main
 
 SWEEP = ["-m", *TINY, "run.name=lr", "optimizer.lr=1e-3,1e-2"]
-FULL = "output error: cannot write to standard output: No space left on device; "
+FULL_ERROR = "output error: cannot write to standard output: No space left on device; "
 FULL_DISK = "/dev/full"
 RUN = "outputs/job"
 CLOSED_PIPE = 128 + signal.SIGPIPE
@@ -45,7 +46,7 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def cwd(tmp_path_factory) -> Path:
-    """A directory with a sweep of two jobs."""
+    """Make a directory with a sweep of two jobs."""
     cwd = tmp_path_factory.mktemp("output")
     done = run([*python_main(), *SWEEP], cwd)
     assert done.returncode == 0, done.stderr
@@ -55,10 +56,12 @@ def cwd(tmp_path_factory) -> Path:
 
 
 def run(command: list[str], cwd: Path, **outputs: str) -> subprocess.CompletedProcess[str]:
-    """Run a command whose outputs are buffered, as a user's: forked, if it is one that takes long.
+    """Run a command with buffered outputs, as a user does. Slow commands are forked.
 
     Args:
-        outputs: stdout and stderr, as of `ForkServer.run`.
+        command: The command.
+        cwd: The working directory.
+        outputs: Other destinations of stdout and stderr, as in `ForkServer.run`.
     """
     env = environment(cwd, PYTHONPATH=str(ROOT), PYTHONUNBUFFERED="")
     if server := server_of(command, env):
@@ -89,17 +92,17 @@ def test_results_are_on_standard_output_and_logs_on_standard_error(cwd):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_full_output_is_one_line(name, cwd):
+def test_a_full_output_is_reported_in_one_line(name, cwd):
     done = run(tool(name), cwd, stdout=FULL_DISK)
     *before, last = done.stderr.splitlines()
-    assert (done.returncode, last.startswith(FULL)) == (2, True), done.stderr
+    assert (done.returncode, last.startswith(FULL_ERROR)) == (2, True), done.stderr
     assert not [line for line in before if "rror" in line or "Traceback" in line]
 
 
 @pytest.mark.parametrize(
     "name", ["train --help", "train --cfg", "sample", "verify", "report", "plan", "again --help"]
 )
-def test_a_reader_that_has_ended_is_no_error(name, cwd):
+def test_a_reader_that_has_ended_is_not_an_error(name, cwd):
     done = run(tool(name), cwd, stdout=UNREAD)
     assert done.returncode == CLOSED_PIPE, done.stderr
     assert "rror" not in done.stderr and "Traceback" not in done.stderr
@@ -107,11 +110,11 @@ def test_a_reader_that_has_ended_is_no_error(name, cwd):
 
 @pytest.mark.parametrize("parallel", ["1", "2"])
 def test_a_complete_sweep_whose_table_cannot_be_written(parallel, tmp_path):
-    """Its jobs are complete: they do not run again."""
+    """The jobs are complete, so they do not run again."""
     command = [*python_main(), *SWEEP, f"sweep.parallel={parallel}"]
     first = run(command, tmp_path, stdout=FULL_DISK)
     *_, summary, last = first.stderr.splitlines()
-    assert (first.returncode, last.startswith(FULL)) == (2, True), first.stderr
+    assert (first.returncode, last.startswith(FULL_ERROR)) == (2, True), first.stderr
     assert summary == "sweep: 2 jobs, 0 already complete, 0 failed"
     second = run(command, tmp_path)
     assert second.returncode == 0, second.stderr
@@ -120,7 +123,7 @@ def test_a_complete_sweep_whose_table_cannot_be_written(parallel, tmp_path):
 
 
 @pytest.mark.parametrize(("more", "code"), [((), 0), (("model.n_head=1,5",), 2)])
-def test_a_sweep_whose_table_nobody_reads_ends_as_any_other(more, code, cwd):
+def test_a_sweep_without_a_reader_for_its_table_ends_normally(more, code, cwd):
     words = [*TINY, "run.name=read", "model.n_head=1,2"] if not more else [*TINY, "run.name=bad"]
     done = run([*python_main(), "-m", *words, *more], cwd, stdout=UNREAD)
     assert done.returncode == code, done.stderr
@@ -129,7 +132,7 @@ def test_a_sweep_whose_table_nobody_reads_ends_as_any_other(more, code, cwd):
 
 @pytest.mark.parametrize("stream", [FULL_DISK, UNREAD])
 @pytest.mark.parametrize(("name", "code"), [("evaluate", 0), ("sample", 2)])
-def test_standard_error_changes_no_exit_code(name, code, stream, cwd):
+def test_unwritable_standard_error_does_not_change_the_exit_code(name, code, stream, cwd):
     command = tool(name)
     if code:
         command.append("temperature=-1")

@@ -1,4 +1,4 @@
-"""examples/train.py: the same bits and records as main.py, also killed and run again."""
+"""Check that examples/train.py gives the same bits and records as main.py, even after a kill."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mingpt_ddp import loop
 
 EXAMPLE = ROOT / "examples" / "train.py"
 STEPS = 20
-# Another script with the example's loop, which SIGKILL ends in the update of a step.
+# A script with the example's loop that kills itself in the update of a step.
 SCRIPT = f"""
 import os, signal, sys
 sys.path.insert(0, {str(EXAMPLE.parent)!r})
@@ -64,19 +64,19 @@ def hashes(run: Path) -> dict[str, str]:
 
 
 def losses(run: Path) -> list[tuple[float, ...]]:
-    """Return the step and the losses of each line of metrics.jsonl that counts."""
+    """Return the step and losses of each line of metrics.jsonl, without replaced lines."""
     keys = ("step", "train_loss", "val_loss", "lr", "grad_norm")
     return [tuple(row.get(key) for key in keys) for row in mingpt_ddp.history(run)]
 
 
 def result(run: Path) -> Record:
-    """Return what result.json says, except for times and the code."""
+    """Return the content of result.json without times and the code."""
     times = {"wall_seconds", "goodput", "code"}
     return {key: value for key, value in read_result(run).items() if key not in times}
 
 
 def overrides() -> list[str]:
-    """Return the settings of the example as those of main.py."""
+    """Return the settings of the example as overrides of main.py."""
     settings = runpy.run_path(str(EXAMPLE))["SETTINGS"]
     words = ["data=python_docs", "model=gpt_nano"]
     for group in ("optimizer", "trainer"):
@@ -88,8 +88,11 @@ def overrides() -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_it_trains_to_the_bits_of_main(ranks, tmp_path, monkeypatch):
-    """Killed in step 13, it resumes from step 10, or 5 while that snapshot is still written."""
+def test_the_loop_has_the_bits_of_main(ranks, tmp_path, monkeypatch):
+    """After a kill in step 13, the loop resumes from step 10.
+
+    It resumes from step 5 if the snapshot of step 10 was still being written.
+    """
     script = tmp_path / "own_loop.py"
     script.write_text(SCRIPT)
     monkeypatch.setenv("DIES_AT", "13")
@@ -136,7 +139,7 @@ def test_the_ranks_die_with_torchrun(tmp_path):
 
 
 def test_a_sweep_over_the_loop_as_the_page_says(tmp_path):
-    """Killed in its second job, the same command continues it."""
+    """The sweep is killed in its second job. The same command continues it."""
     page = (ROOT / "docs" / "research.md").read_text()
     block = re.search(r"end the copy with\n\n```py\n(.*?)```", page, re.DOTALL)
     assert block is not None
@@ -170,7 +173,7 @@ def test_a_sweep_over_the_loop_as_the_page_says(tmp_path):
 
 
 def small(tmp_path: Path, name: str = "own.py", changes: dict[str, str] | None = None) -> Path:
-    """Write a script of six steps, with other lines in place of some of the example's."""
+    """Write a script of six steps, which is the example with some lines replaced."""
     source = EXAMPLE.read_text()
     for old, new in {'"max_steps": 500': '"max_steps": 6', **(changes or {})}.items():
         assert source.count(old) == 1, old
@@ -181,7 +184,7 @@ def small(tmp_path: Path, name: str = "own.py", changes: dict[str, str] | None =
 
 
 def with_resolve(script: Path) -> Path:
-    """Let a script take the words of main.py."""
+    """Let a script take overrides from its command line, like main.py."""
     source = script.read_text()
     source = source.replace("    from_mapping,\n", "    resolve,\n")
     script.write_text(source.replace("from_mapping(SETTINGS)", "resolve().config"))
@@ -189,13 +192,13 @@ def with_resolve(script: Path) -> Path:
 
 
 def content(directory: Path) -> dict[Path, bytes]:
-    """Return the content of all files, except for locks, which name their last process."""
+    """Return the content of all files, except for locks, which contain the id of a process."""
     files = [path for path in directory.rglob("*") if path.is_file() and path.name != ".lock"]
     return {path: path.read_bytes() for path in files}
 
 
 def test_a_directory_belongs_to_one_loop(tmp_path):
-    """Another script and main.py are refused, and change nothing. An edited script goes on."""
+    """Another script and main.py are refused, and change nothing. An edited script continues."""
     python = launcher(1)
     first = small(tmp_path, "first.py")
     succeed([*python, str(first)], tmp_path)
@@ -231,7 +234,7 @@ def test_a_sweep_does_not_take_results_of_another_loop(tmp_path):
 
 
 def test_a_loop_that_breaks_is_complete_alone_and_in_a_sweep(tmp_path):
-    """Until its limits are raised."""
+    """It continues only if its limit is raised."""
     step = "            lr = step.update(n)\n"
     stop = "            if n == 4:\n                break\n"
     script = with_resolve(small(tmp_path, changes={step: stop + step}))
@@ -255,7 +258,7 @@ def test_a_loop_that_breaks_is_complete_alone_and_in_a_sweep(tmp_path):
 
 
 def test_words_without_an_effect_are_refused(tmp_path):
-    """With one line, before anything is written."""
+    """Each is refused with one line, before anything is written."""
     fixed = [*launcher(1), str(small(tmp_path, "fixed.py"))]
     line = fail([*fixed, "trainer.max_steps=5"], tmp_path)
     assert "trainer.max_steps=5 has no effect, because fixed.py does not read its command l" in line
@@ -274,7 +277,7 @@ def test_words_without_an_effect_are_refused(tmp_path):
     assert not (tmp_path / "outputs").exists()
 
 
-def test_an_idea_has_a_key_as_the_page_says(tmp_path):
+def test_a_users_idea_has_a_key_as_the_page_says(tmp_path):
     page = (ROOT / "docs" / "research.md").read_text()
     block = re.search(r"above `train`:\n\n```py\n(.*?)```", page, re.DOTALL)
     assert block is not None
@@ -291,8 +294,8 @@ def test_an_idea_has_a_key_as_the_page_says(tmp_path):
     )
 
 
-def test_a_sweep_says_why_a_job_has_failed(tmp_path):
-    """Also if the job was killed."""
+def test_a_sweep_reports_why_a_job_has_failed(tmp_path):
+    """The sweep also gives the reason if the job was killed."""
     bug = """            if config.run.seed == 1:
                 raise ValueError("mine")
             import os
@@ -312,7 +315,7 @@ def test_a_sweep_says_why_a_job_has_failed(tmp_path):
 
 
 def test_the_best_step_is_kept(tmp_path):
-    """It is saved although no save is due there, with the weights themselves and not their mean."""
+    """The best step is saved although no save is due, with the weights and not their average."""
     record = "            run.record_step(n, losses, norm, lr)\n"
     keep = "            torch.save(trained.model.state_dict(), f'{n}.pt')\n"
     changes = {
@@ -344,7 +347,7 @@ def test_two_processes_do_not_train_in_one_directory(tmp_path):
 
 
 def test_a_sweep_over_a_script_after_the_text_has_changed(tmp_path):
-    """The jobs that are complete are of another text: the sweep fails, and trains none."""
+    """The complete jobs were trained on another text, so the sweep fails and trains nothing."""
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent("""
@@ -372,7 +375,7 @@ def test_the_page_documents_what_the_loop_may_import():
 
 
 def test_the_page_changes_the_loss(tmp_path):
-    """Its metric is the loss without the weights."""
+    """The page trains with a weighted loss, and has a metric for the unweighted loss."""
     page = (ROOT / "docs" / "python.md").read_text()
     block = re.search(r"another loss .*?```py\n(.*?)```", page, re.DOTALL)
     assert block is not None
@@ -395,7 +398,7 @@ def test_the_page_changes_the_loss(tmp_path):
     assert weighted == pytest.approx(unweighted, rel=0.05)
 
 
-def test_a_mistake_is_one_line(tmp_path):
+def test_a_mistake_is_reported_in_one_line(tmp_path):
     script = tmp_path / "own_loop.py"
     script.write_text(
         SCRIPT.replace("train.train", 'settings["model"]["n_head"] = 5\n    train.train')
@@ -406,7 +409,7 @@ def test_a_mistake_is_one_line(tmp_path):
 
 
 def test_the_readme_shows_the_loop_as_it_is():
-    """From its first line to its save."""
+    """The README shows the loop from its first line to the save."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     loop = re.search(
         r"^    with RunLog.*?run\.save\(\).*?\n",
@@ -418,7 +421,7 @@ def test_the_readme_shows_the_loop_as_it_is():
 
 
 def last_loss(example: str, cwd: Path) -> float:
-    """Run the command of an example; return the training loss of its last step."""
+    """Run the command of an example. Return the training loss of its last step."""
     done = run_in_shell(command_of(ROOT / "examples" / example), cwd)
     assert done.returncode == 0, done.stdout
     return float(re.findall(r"^step 100/100: loss (\S+),", done.stdout, re.MULTILINE)[0])
@@ -426,7 +429,7 @@ def last_loss(example: str, cwd: Path) -> float:
 
 @pytest.fixture(scope="module")
 def loss_of_ddp(tmp_path_factory) -> float:
-    """The loss of examples/train.py at step 100, on one process."""
+    """Return the loss of examples/train.py at step 100, trained by one process."""
     cwd = tmp_path_factory.mktemp("ddp")
     script = cwd / "own_loop.py"
     script.write_text(EXAMPLE.read_text().replace('"max_steps": 500', '"max_steps": 100'))
@@ -435,7 +438,7 @@ def loss_of_ddp(tmp_path_factory) -> float:
 
 
 def test_gradients_averaged_by_hand(loss_of_ddp, tmp_path):
-    """Two ranks reach the loss of one process: without the average they would have half batches."""
+    """Two ranks reach the loss of one process. Without averaging, they would use half batches."""
     assert last_loss("manual_averaging.py", tmp_path) == pytest.approx(loss_of_ddp, abs=2e-3)
 
 
@@ -445,10 +448,10 @@ def test_data_parallel(loss_of_ddp, tmp_path):
 
 @pytest.mark.parametrize("example", ["manual_averaging.py", "data_parallel.py"])
 def test_an_example_is_a_copy_of_the_loop(example):
-    """All but the new lines are those of examples/train.py."""
+    """All other lines of the example equal those of examples/train.py."""
     lines = EXAMPLE.read_text().partition('"""\n\n')[2].splitlines()
     copied = (ROOT / "examples" / example).read_text().splitlines()
-    assert len({*lines} - {*copied}) <= 3  # the name, the steps, and the passes
+    assert len({*lines} - {*copied}) <= 3  # the name, the number of steps, and the passes differ
 
 
 EDGES = """
@@ -460,7 +463,7 @@ EDGES = """
 
 
 def edge(case: str, tmp_path: Path) -> list[str]:
-    """Return the command of a loop of 12 steps that goes wrong in step 6, or never evaluates."""
+    """Return the command of a 12-step loop that fails in step 6, or that never evaluates."""
     lines = []
     for line in EXAMPLE.read_text().replace('"max_steps": 500', '"max_steps": 12').splitlines():
         if case == "no evaluation" and "EVAL_EVERY ==" in line:

@@ -1,4 +1,7 @@
-"""Metrics of a user's task and model: averaged over micro-batches, steps and ranks, and logged."""
+"""Check that metrics of a user's task and model are averaged and logged.
+
+They are averaged over micro-batches, steps and ranks.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ SETTINGS = [
 
 
 def project(cwd: Path, name: str = "'correct'") -> Path:
-    """Write the page's task with metrics to a directory."""
+    """Write the task of docs/your-own-model.md to a directory, with metrics."""
     for file, content in page_files("my_task").items():
         changed = content.replace(LOSS, WITH_METRICS.format(name=name))
         changed = changed.replace(FORWARD, WITH_STEP_METRICS)
@@ -55,7 +58,7 @@ def project(cwd: Path, name: str = "'correct'") -> Path:
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """Return what training has measured, without what depends on a clock."""
+    """Return the measurements of training, without those that depend on a clock."""
     found = []
     for row in read_history(run).rows:
         if "train_loss" in row:
@@ -68,7 +71,10 @@ def train(cwd: Path, *overrides: str) -> Any:
 
 
 def test_metrics_are_the_same_on_any_number_of_ranks(tmp_path):
-    """With canonical reduction, to the last bit; they are in the log and in TensorBoard too."""
+    """With canonical reduction, they are the same to the last bit.
+
+    They are also in the log and in TensorBoard.
+    """
     found = {}
     for ranks in (1, 2, 3):
         cwd = project(tmp_path / str(ranks))
@@ -86,7 +92,7 @@ def test_metrics_are_the_same_on_any_number_of_ranks(tmp_path):
 
 
 def test_metrics_survive_a_kill(tmp_path):
-    """The sums of an interval of the log are in the snapshots."""
+    """Snapshots contain the sums of the current logging interval."""
     ranks = "ddp.nproc_per_node=2"
     whole, killed = project(tmp_path / "whole"), project(tmp_path / "killed")
     assert train(whole, ranks).returncode == 0
@@ -109,7 +115,7 @@ def test_names_that_differ_between_ranks_are_refused(reduction, tmp_path):
     assert "losses or metrics" in last and "correct1" in last and "names on every rank" in last
 
 
-def test_a_metric_that_is_no_scalar_is_refused(tmp_path):
+def test_a_metric_that_is_not_a_scalar_is_refused(tmp_path):
     cwd = project(tmp_path)
     file = cwd / "my_task" / "mine.py"
     file.write_text(file.read_text().replace(".abs().mean()", ".abs()"))
@@ -120,8 +126,11 @@ def test_a_metric_that_is_no_scalar_is_refused(tmp_path):
     assert not (cwd / "outputs").exists()
 
 
-def test_a_grid_is_judged_by_the_users_own_metric(tmp_path):
-    """Its table, its best job and later reports; another start may judge by another metric."""
+def test_a_grid_is_ranked_by_the_users_own_metric(tmp_path):
+    """The metric decides the order of the table, the best job and later reports.
+
+    Another start may use another metric.
+    """
     cwd = project(tmp_path)
     grid = ["-m", "optimizer.lr=0.0001,0.05", "trainer.max_steps=8"]
     for metric, better, best in (
@@ -141,7 +150,7 @@ def test_a_grid_is_judged_by_the_users_own_metric(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [[], ["ddp.nproc_per_node=2"]], ids=["alone", "on workers"])
-def test_a_metric_that_no_evaluation_measures_ends_a_job_at_its_first_one(workers, tmp_path):
+def test_a_metric_that_evaluations_lack_ends_a_job_at_its_first_evaluation(workers, tmp_path):
     cwd = project(tmp_path)
     grid = ["-m", "optimizer.lr=0.01,0.05", "trainer.eval_every=2", "sweep.metric=val_accurat"]
     done = train(cwd, *grid, *workers)
@@ -167,8 +176,8 @@ def test_a_search_may_maximize_a_metric_of_training(tmp_path):
     assert study.best_value == max(result["train_correct"] for result in results)
 
 
-def test_metrics_that_are_no_numbers_are_saved_and_resumed(tmp_path):
-    """In the middle of an interval of the log, and at the end; as null in the records."""
+def test_metrics_that_are_nan_or_infinite_are_saved_and_resumed(tmp_path):
+    """The run is saved in the middle of a logging interval and at the end. Records have null."""
     cwd = project(tmp_path)
     file = cwd / "my_task" / "mine.py"
     changed = file.read_text().replace("(correct,", "(correct * float('nan'),")

@@ -1,4 +1,4 @@
-"""A part of the blocks of gpt from a user's file, and gpt with a task of a user's own."""
+"""Check that a user's file can replace a part of gpt's blocks, or train gpt on another task."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runs import read_result, succeed, weights, write_files
 
 PARTS = (EXAMPLES / "parts" / "parts.py").read_text()
 TWO_RANKS = [*TINY, "--config-dir=my_parts", "ddp.nproc_per_node=2", "ddp.max_restarts=0"]
-# A snapshot is committed before the next step: no kill comes before it.
+# A snapshot is committed before the next step begins, so no kill can come before the commit.
 SETTINGS = [*TWO_RANKS, "snapshot.background=false", "data.code=kill.py", "run.name=run"]
 ALIBI = ["model.code=mine.py", "model.attention=alibi", "model.part_settings.steepness=4"]
 
@@ -33,7 +33,7 @@ def command(cwd: Path, *words: str) -> Any:
     return call([sys.executable, *words], cwd)
 
 
-def test_an_attention_of_a_user_is_killed_and_resumed_sampled_and_exported(project):
+def test_a_users_attention_is_killed_resumed_sampled_and_exported(project):
     done = train(project, *ALIBI)
     assert done.returncode == 0, done.stdout
     killed = [*ALIBI, "run.root=killed"]
@@ -44,7 +44,7 @@ def test_an_attention_of_a_user_is_killed_and_resumed_sampled_and_exported(proje
     run = project / "outputs" / "run"
     assert weights(project / "killed" / "run") == weights(run)
 
-    refused = train(project, *ALIBI[:2], "trainer.max_steps=16")  # another steepness
+    refused = train(project, *ALIBI[:2], "trainer.max_steps=16")  # the steepness differs
     assert refused.returncode == 2
     assert (
         "other settings: model.part_settings ({'steepness': 4} in the snapshot, None now)"
@@ -73,7 +73,7 @@ from mingpt_ddp.data.samples import Datasets
 from mingpt_ddp.registry import DatasetConfig, TaskConfig, register
 from mingpt_ddp.tasks import Task
 
-DIGITS, PROMPT = 10, 4  # four digits, then the same four backwards
+DIGITS, PROMPT = 10, 4  # a prompt is four digits, and its answer the same four backwards
 
 @register("dataset", "backwards", DatasetConfig)
 def backwards(config):
@@ -84,14 +84,14 @@ def backwards(config):
 
 @register("task", "answers", TaskConfig)
 class Answers(Task):
-    def loss(self, model, batch):  # of the answer alone
+    def loss(self, model, batch):  # only the answer counts
         tokens, targets = batch
         logits = model(tokens)[:, PROMPT - 1 :]
         return F.cross_entropy(logits.flatten(0, 1), targets[:, PROMPT - 1 :].flatten())
 """
 
 
-def test_gpt_learns_answers_to_prompts_of_a_task_of_a_user(tmp_path):
+def test_gpt_learns_to_answer_the_prompts_of_a_users_task(tmp_path):
     preset = "name: backwards\ndataset: backwards\ncode: mine.py\n"
     write_files(tmp_path / "mine", {"mine.py": ANSWERS, "data/backwards.yaml": preset})
     words = [

@@ -1,4 +1,4 @@
-"""A schedule of the learning rate from a user's file, and clipping by value."""
+"""Check a learning rate schedule from a user's file, with gradients clipped by value."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def train(cwd: Path, *overrides: str) -> Any:
     return call([*python_main(), "--config-dir=conf", *SETTINGS, *overrides], cwd)
 
 
-def test_the_rate_is_the_schedules_and_survives_a_kill(project):
-    """Weight decay in proportion to it; the log has the true rate."""
+def test_the_rate_follows_the_schedule_even_after_a_kill(project):
+    """Weight decay is in proportion to the rate, and the log shows the rate in effect."""
     more = [
         PERIOD,
         TWO_RANKS,
@@ -77,8 +77,8 @@ def test_the_rate_is_the_schedules_and_survives_a_kill(project):
     succeed(tool("evaluate", str(run)), project)
 
 
-def test_a_run_goes_on_with_another_schedule(project):
-    """Its code need not be there any more."""
+def test_a_run_continues_with_another_schedule(project):
+    """The code of the first schedule is no longer needed."""
     done = train(project, PERIOD)
     assert done.returncode == 0, done.stdout
     words = [*TINY, "run.name=run", "optimizer.schedule=cosine", "trainer.max_steps=16"]
@@ -109,7 +109,9 @@ def test_a_run_goes_on_with_another_schedule(project):
         (CYCLIC, ["optimizer.schedule=wsd", PERIOD], "schedule_settings.period is not a key"),
     ],
 )
-def test_a_mistake_is_one_line_and_nothing_is_written(project, result, overrides, error):
+def test_a_mistake_is_reported_in_one_line_and_nothing_is_written(
+    project, result, overrides, error
+):
     write(project, result)
     done = train(project, *overrides)
     assert done.returncode == 2, done.stdout

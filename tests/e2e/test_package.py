@@ -1,6 +1,4 @@
-"""The distributions that a package index would serve: their files and metadata, and the types that
-they promise.
-"""
+"""Check the distributions for a package index: their files, their metadata and their types."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ _, kind, directory = sys.argv
 from setuptools import build_meta
 print({"sdist": build_meta.build_sdist, "wheel": build_meta.build_wheel}[kind](directory))
 """
-# What docs/python.md and docs/your-own-model.md show, typed.
+# The code of docs/python.md and docs/your-own-model.md with type annotations.
 SCRIPT = """
 from dataclasses import dataclass
 
@@ -90,7 +88,7 @@ WRONG = {
 
 
 def build(kind: str, source: Path, directory: Path) -> Path:
-    """Build a distribution with the installed setuptools, so that no index is needed."""
+    """Build a distribution with the installed setuptools, which needs no package index."""
     pytest.importorskip("setuptools", "77")
     done = subprocess.run(
         [sys.executable, "-c", BUILD, kind, str(directory)], cwd=source, capture_output=True
@@ -101,7 +99,7 @@ def build(kind: str, source: Path, directory: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return the sdist and the wheel of the checkout."""
+    """Build the sdist and the wheel of the checkout."""
     work = tmp_path_factory.mktemp("package")
     copy_source(work / "source")
     return build("sdist", work / "source", work / "dist"), build(
@@ -110,7 +108,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def install(wheel: Path, directory: Path) -> str:
-    """Install a wheel into a new environment that has the packages of this one; return python."""
+    """Install a wheel into a new environment that also has the packages of this one.
+
+    Returns:
+        The path of its Python.
+    """
     venv.create(directory, symlinks=True)
     (site,) = directory.glob("lib/python*/site-packages")
     with zipfile.ZipFile(wheel) as archive:
@@ -125,7 +127,7 @@ def contents(wheel: Path) -> dict[str, int]:
         return {info.filename: info.CRC for info in archive.infolist()}
 
 
-def test_an_index_takes_both(built):
+def test_an_index_accepts_both_distributions(built):
     pytest.importorskip("twine")
     done = call(
         [sys.executable, "-m", "twine", "--no-color", "check", "--strict", *map(str, built)],
@@ -147,7 +149,7 @@ def test_the_wheel_has_presets_and_types(built):
 
 
 def test_the_links_of_the_description_name_files_of_the_repository(built):
-    """A package index shows the README on a page of its own, where relative links lead nowhere."""
+    """A package index shows the README on its own page, where relative links do not work."""
     with zipfile.ZipFile(built[1]) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = message_from_bytes(archive.read(name))
@@ -175,7 +177,10 @@ def test_the_sdist_builds_the_same_wheel(built, tmp_path):
 
 
 def test_uv_installs_a_checkout(tmp_path):
-    """It asks the index. Without a project table it would install nothing, with exit code 0."""
+    """uv asks the package index.
+
+    Without a project table, it would install nothing and exit with code 0.
+    """
     uv = pytest.importorskip("uv").find_uv_bin()
     copy_source(tmp_path / "source")
     done = call([uv, "sync", "--dry-run", "--color", "never"], tmp_path / "source")
@@ -183,7 +188,7 @@ def test_uv_installs_a_checkout(tmp_path):
     assert " + mingpt-ddp" in done.stdout and " + hydra-core" in done.stdout
 
 
-def test_an_application_of_ones_own(built, tmp_path):
+def test_a_users_application(built, tmp_path):
     write_application(tmp_path)
     words = [f"gpt.{word}" for word in TINY[1:]]
     done = call([install(built[1], tmp_path / "env"), "app.py", *words], tmp_path)
@@ -192,9 +197,9 @@ def test_an_application_of_ones_own(built, tmp_path):
 
 
 def test_mypy_checks_a_users_script(built, tmp_path):
-    """It finds nothing in a typed script, and what is wrong in wrong calls.
+    """mypy accepts a typed script, and finds the errors in wrong calls.
 
-    Without py.typed it would find neither.
+    Without py.typed, it would find no errors in either.
     """
     pytest.importorskip("mypy")
     python = install(built[1], tmp_path / "env")

@@ -1,4 +1,4 @@
-"""Jobs of a sweep side by side: the same bits, killed anywhere, signalled, failing, in slots."""
+"""Check sweeps with concurrent jobs: their bits, kills, signals, failures and slots."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def sweep(*overrides: str) -> list[str]:
 
 
 def failures(directory: Path) -> list[list[str]]:
-    """Return the job and the reason of each failure."""
+    """Return the job and the reason for each failure."""
     lines = map(json.loads, (directory / "failures.jsonl").read_text().splitlines())
     return [[line["job"], line["reason"]] for line in lines]
 
@@ -67,7 +67,7 @@ def until(job: Job, condition, what: str) -> None:
 
 
 def two_train(job: Job, directory: Path) -> list[int]:
-    """Wait until two jobs train; return the processes of their ranks."""
+    """Wait until two jobs train. Return the process ids of their ranks."""
 
     def ready() -> bool:
         training = [
@@ -86,7 +86,7 @@ def fork_server(job: Job) -> int:
     return server
 
 
-def test_the_bits_are_those_of_jobs_in_turn_and_of_single_runs(tmp_path):
+def test_concurrent_jobs_have_the_bits_of_consecutive_jobs_and_single_runs(tmp_path):
     values = ["optimizer.lr=1e-3,2e-3", "run.seed=1,2"]
     found = {}
     for parallel in (1, 2):
@@ -102,8 +102,8 @@ def test_the_bits_are_those_of_jobs_in_turn_and_of_single_runs(tmp_path):
     assert alone.read_bytes() == found[2][same]
 
 
-def test_a_search_killed_with_several_jobs_goes_on_with_one(tmp_path):
-    """Each trial keeps its values, and is trained once; later ones are drawn from what there is."""
+def test_a_search_killed_with_several_jobs_continues_with_one(tmp_path):
+    """Each trial keeps its values and is trained once. Later values depend on earlier results."""
     overrides = [*SEARCH, "sweep.trials=8", "sweep.sampler_settings={n_startup_trials: 2}"]
     job = Job(sweep(*overrides, TWO), tmp_path)
     until(job, lambda: len(statuses(tmp_path / DIRECTORY)) >= 3, "three jobs")
@@ -118,7 +118,7 @@ def test_a_search_killed_with_several_jobs_goes_on_with_one(tmp_path):
 
 
 def kill(job: Job, what: str, generator: random.Random) -> None:
-    """SIGKILL one rank, the parent, the server of the ranks, or everything."""
+    """SIGKILL one rank, the parent, the fork server of the ranks, or all processes."""
     if what == "a rank":
         if ranks := job.workers():
             os.kill(generator.choice(ranks), signal.SIGKILL)
@@ -134,7 +134,7 @@ def kill(job: Job, what: str, generator: random.Random) -> None:
 
 
 def killed_often(command: list[str], directory: Path, cwd: Path, kills: list[str]) -> None:
-    """Run a sweep with kills at random moments, and at last to its end."""
+    """Run a sweep to its end, with kills at random moments."""
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     generator = random.Random(seed)
@@ -150,7 +150,7 @@ def killed_often(command: list[str], directory: Path, cwd: Path, kills: list[str
         time.sleep(generator.uniform(0, 0.5))
         before = starts(directory)
         finished = set(results(directory))
-        with contextlib.suppress(ProcessLookupError, ValueError):  # has just ended
+        with contextlib.suppress(ProcessLookupError, ValueError):  # the process has just ended
             kill(job, what, generator)
         if what in ("the parent", "everything"):
             job.process.wait()
@@ -163,7 +163,7 @@ def killed_often(command: list[str], directory: Path, cwd: Path, kills: list[str
 
 
 def check_ended(directory: Path, count: int) -> None:
-    """Check that a search has all trials, each once with values of its own, as Optuna reads it."""
+    """Check that Optuna reads all trials of a search, each once and with different values."""
     assert len(statuses(directory)) == count
     assert set(statuses(directory).values()) <= {"complete", "pruned"}
     found = recorded(directory)
@@ -177,7 +177,7 @@ def check_ended(directory: Path, count: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_search_with_a_pruner_killed_five_times(tmp_path):
-    """No job runs twice, and each complete one has the bits of its configuration alone."""
+    """No job runs twice, and each complete job has the bits of a single run."""
     command = sweep(*SEARCH, "sweep.trials=24", "sweep.pruner=asha", TWO)
     kills = ["a rank", "the parent", "everything", "the fork server", "the parent"]
     directory = tmp_path / DIRECTORY
@@ -208,7 +208,7 @@ def test_a_killed_grid_equals_the_undisturbed_one(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
 def test_a_signal_saves_all_running_jobs(number, tmp_path):
-    """And no other starts; the same command, with lower limits, finishes."""
+    """No other job starts. The same command with a lower limit then finishes the sweep."""
     job = Job(sweep(*LONG, "run.seed=1,2,3", TWO), tmp_path)
     two_train(job, tmp_path / SWEEP)
     job.process.send_signal(number)
@@ -223,7 +223,7 @@ def test_a_signal_saves_all_running_jobs(number, tmp_path):
 
 
 def test_a_signal_to_one_job_ends_the_sweep_after_the_others(tmp_path):
-    """As of one job at a time."""
+    """The other running jobs finish, and no new job starts."""
     overrides = ["sweep.trials=6", "trainer.max_steps=300", "trainer.eval_every=300"]
     job = Job(sweep(*SEARCH, *overrides, "snapshot.every_steps=null", TWO), tmp_path)
     ranks = two_train(job, tmp_path / DIRECTORY)
@@ -234,8 +234,8 @@ def test_a_signal_to_one_job_ends_the_sweep_after_the_others(tmp_path):
     assert f"sweep: {len(complete)} of 6 jobs done; rerun the same command to resume" in job.text()
 
 
-def test_a_failing_job_of_several(tmp_path):
-    """Its reason names it, and is kept; it is tried as often as sweep.retries says."""
+def test_a_failing_job_among_several(tmp_path):
+    """The error names the job and is recorded. The job is retried as sweep.retries says."""
     text = fail(sweep(*GRID, "optimizer.lr=1e-3,1e30,2e-3", "sweep.retries=1", TWO), tmp_path)
     lines = text.splitlines()
     assert sum(line.startswith("job 2: training error: step ") for line in lines) == 2
@@ -249,7 +249,7 @@ def test_a_failing_job_of_several(tmp_path):
 
 
 def test_no_job_starts_after_too_many_failures(tmp_path):
-    """A combination that is invalid, found when its job starts, is a failure too."""
+    """An invalid combination of values, which is found when its job starts, is a failure too."""
     values = ["run.seed=1,2", "model.n_head=3,16", "model.n_embd=48,24"]
     text = fail(sweep(*GRID, *values, "sweep.max_failures=0", TWO), tmp_path)
     reason = "config error: model.n_embd=24 must be divisible by model.n_head=16"
@@ -267,8 +267,8 @@ def reach(step, rank):
 """
 
 
-def test_jobs_of_the_same_values_run_in_turn(tmp_path):
-    """The first of them trains until the second one waits for it."""
+def test_jobs_with_the_same_values_run_one_after_another(tmp_path):
+    """The first job trains until the second job waits for it."""
     values = ["optimizer.lr=1e-3,0.001,1e-3,2e-3", "trainer.max_steps=8", TWO]
     held = HeldRun(sweep(*GRID, *values), tmp_path, HOLD)
     waiting = "job 2 waits for another job with the same values"
@@ -280,7 +280,7 @@ def test_jobs_of_the_same_values_run_in_turn(tmp_path):
 
 
 def test_slots(tmp_path):
-    """Each job has cores and threads of its own; a sweep keeps them."""
+    """Each job has its own cores and threads. A sweep records their number."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         pytest.skip("needs two cores")
@@ -294,8 +294,11 @@ def test_slots(tmp_path):
     assert (kept["cores"], kept["threads"]) == (len(cores) // 2, {"1": len(cores) // 2})
 
 
-def test_one_line_on_a_terminal(tmp_path):
-    """Below the log: how many jobs have ended and run, and the best; erased at the end."""
+def test_the_progress_line_on_a_terminal(tmp_path):
+    """A line below the log shows how many jobs have ended and run, and the best result.
+
+    It is erased at the end.
+    """
     main, side = pty.openpty()
     fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
     command = sweep(*GRID, "run.seed=1,2,3", TWO)
@@ -317,7 +320,7 @@ def test_one_line_on_a_terminal(tmp_path):
     assert re.match(r"\r +\r", shown.decode().partition(last)[2]), "it is not erased"
 
 
-def test_ranks_in_lock_step_refuse_it(tmp_path):
+def test_ranks_in_lockstep_refuse_concurrent_jobs(tmp_path):
     done = call([*torchrun(2), *GRID, "run.seed=1,2", TWO], tmp_path)
     lines = [line for line in done.stdout.splitlines() if "error: " in line]
     assert len(lines) >= 1 and "sweep.parallel=2 does not work under torchrun" in lines[0]

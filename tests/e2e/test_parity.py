@@ -1,4 +1,4 @@
-"""What introductions to distributed PyTorch show, each by a command that shows it here.
+"""Check that each topic of introductions to distributed PyTorch has a command here that works.
 
 Such tutorials train toy models, a ConvNet on MNIST, and "any model, any dataset, any optimizer",
 with DataParallel, DDP, model parallelism and FSDP. `make test-slow` runs all of these commands.
@@ -22,8 +22,8 @@ from launching import ROOT
 TOY = "main.py --config-dir=examples/toy experiment=toy"
 DIGITS = "main.py --config-dir=examples/digits experiment=digits_convnet"
 TINY = "main.py model=gpt_nano trainer.max_steps=20"
-# Names in commands: MNIST_DIR is a directory with four idx files, RUN a run of the ConvNet, and
-# my_task the example of docs/your-own-model.md.
+# Names in the commands: MNIST_DIR is a directory with four idx files, RUN is a run of the ConvNet,
+# and my_task is the example in docs/your-own-model.md.
 COMMANDS = {
     "any model and loss": f"python {TOY}",
     "a ConvNet on images, two ranks": f"python {DIGITS} ddp.nproc_per_node=2",
@@ -97,7 +97,7 @@ ON_GPU = {"all GPUs", "some GPUs", "two ranks on one GPU", "NCCL"}
 
 
 def write_digits(directory: Path) -> None:
-    """Write a small MNIST: 200 images to train with and 50 to test with."""
+    """Write a small MNIST data set with 200 training images and 50 test images."""
     directory.mkdir()
     for split, n in (("train", 200), ("t10k", 50)):
         pixels = bytes((label * 25 + pixel) % 256 for label in range(n) for pixel in range(28 * 28))
@@ -118,7 +118,7 @@ def write_my_task(directory: Path) -> None:
 
 
 def run_command(command: str, directory: Path, run: Path | None = None) -> None:
-    """Run a command of the table with this interpreter and checkout. It must exit with 0."""
+    """Run a command of the table with this interpreter and checkout. It must exit with code 0."""
     words = shlex.split(command)
     variables = dict(os.environ, PYTHONPATH=str(ROOT))
     while re.fullmatch(r"[A-Z_]+=\S*", words[0]):

@@ -1,4 +1,4 @@
-"""The plan command, as users type it."""
+"""Check the plan command as users type it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_plan_as_text_and_json(tmp_path):
     values = json.loads(done.stdout)
     times = values["measured"]
     assert (values["length"]["steps"], times["evaluations"]) == (12, 2)
-    # steps are so short that a machine may doubt this
+    # Steps are so short that on some machines, evaluations take longer than training.
     is_slow = times["evaluations_s"] > times["training_s"]
     assert [doubt[:16] for doubt in values["doubts"]] == ["evaluations take"] * is_slow
     assert not [path for path in tmp_path.iterdir() if path.name != "cache"], "no run directory"
@@ -84,7 +84,7 @@ def test_a_plan_for_gpus_that_are_not_here(tmp_path):
         (["nodes=8"], "config error: nodes=8 needs a device to plan for; add device=h100"),
     ],
 )
-def test_errors_are_those_of_training(args, message, tmp_path):
+def test_errors_equal_those_of_training(args, message, tmp_path):
     done = plan(tmp_path, *args)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert done.stderr.startswith(message)

@@ -1,9 +1,9 @@
-"""Preemption by a scheduler's SIGUSR1, a closed terminal, torchrun and the user's Ctrl-C: a snapshot of
-that step, and a resumed run. contract/test_resume.py and test_failures.py have the plain cases.
+"""Check preemption by a scheduler's SIGUSR1, a closed terminal, torchrun and the user's Ctrl-C.
 
-The signals are real. A hook of a user holds the ranks in a step, so that they arrive at a known moment,
-and reports when a signal has been handled.
-"""  # noqa: E501
+The run saves the current step, and resumes from it. contract/test_resume.py and test_failures.py
+check the simple cases. The signals are real. A user's hook holds the ranks in a step, so that the
+signals arrive at a known moment. It also reports when a signal has been handled.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ TWO_RANKS = [*python_main(), "ddp.nproc_per_node=2"]
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """Return the directory of the uninterrupted run, by number of ranks."""
+    """Return a function that trains an uninterrupted run on a number of ranks.
+
+    It returns the run directory.
+    """
     done: dict[int, Path] = {}
 
     def get(ranks: int) -> Path:
@@ -48,10 +51,12 @@ def check_stopped(held: HeldRun, run: Path, step: int) -> None:
 
 
 def finish(cwd: Path, steps: list[int], reference: Path, *words: str) -> None:
-    """Resume the run without interruption, and compare its end with that of the reference.
+    """Resume the run without interruption, and compare its result with the reference.
 
     Args:
-        steps: the steps that it resumed from, in order, this time included.
+        cwd: The working directory of the run.
+        steps: The steps that all starts have resumed from, including this start.
+        reference: The directory of the uninterrupted run.
     """
     run = train(cwd, *SETTINGS, *words)
     log = (run / "main.rank0.log").read_text()
@@ -71,7 +76,7 @@ def check_same(run: Path, reference: Path) -> None:
 
 
 def test_local_agent_forwards_signals(tmp_path, uninterrupted):
-    """Ctrl-C reaches all processes of the terminal, and still counts once."""
+    """Ctrl-C reaches all processes of the terminal, but still counts as one signal."""
     run = tmp_path / "outputs" / "run"
     for number, step, send in ((signal.SIGUSR1, 7, os.kill), (signal.SIGINT, 13, os.killpg)):
         held = hold(TWO_RANKS, tmp_path, step)
@@ -85,8 +90,8 @@ def test_local_agent_forwards_signals(tmp_path, uninterrupted):
     finish(tmp_path, [7, 13], uninterrupted(2), "ddp.nproc_per_node=2")
 
 
-# Runs a command on a terminal of its own, with a progress line. It is gone when this process is
-# killed.
+# Runs a command on its own terminal, with a progress line. The terminal is gone once this process
+# is killed.
 PTY = [sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])"]
 TERMINAL = [*PTY, "sh", "-c", 'stty cols 100 rows 40; exec "$@"', "sh"]
 NOHUP = ["nohup"]
@@ -104,7 +109,7 @@ NOHUP = ["nohup"]
     ids=["one process", "all processes", "the parent alone", "nohup", "nohup, two workers"],
 )
 def test_the_terminal_is_gone(ranks, prefix, whole_group, tmp_path, uninterrupted):
-    """The run saves, although it can write to its terminal no more; with nohup it goes on."""
+    """The run saves although its terminal is gone. Under nohup, it continues to train."""
     run = tmp_path / "outputs" / "run"
     terminal = TERMINAL if whole_group else []
     command = [*terminal, *prefix, *(TWO_RANKS if ranks > 1 else python_main())]
@@ -130,7 +135,7 @@ def test_the_terminal_is_gone(ranks, prefix, whole_group, tmp_path, uninterrupte
 def test_torchrun(tmp_path, uninterrupted):
     """A signal to one worker is enough.
 
-    Signalled itself, torchrun exits with an error, but nothing is lost.
+    If torchrun itself gets a signal, it exits with an error, but no step is lost.
     """
     run = tmp_path / "outputs" / "run"
     held = hold(torchrun(2), tmp_path, 7)
@@ -219,7 +224,8 @@ SnapshotStore.write_files = slowly
 
 @pytest.mark.parametrize(
     ("grace_s", "first", "seconds", "is_begun"),
-    # The write outlasts the grace period and this test; or those of before say that it would.
+    # Either the write takes longer than the grace period and this test, or no write begins
+    # because the earlier ones were too slow.
     [(8, 6, 600, True), (2, 1, 2.5, False)],
     ids=["too slow", "not started"],
 )

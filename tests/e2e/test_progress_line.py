@@ -1,4 +1,4 @@
-"""What the console shows of a run: a progress line on a terminal, some log lines elsewhere."""
+"""Check the console output of a run: a progress line on a terminal, fewer log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from runs import succeed
 
 
 def read_until(main: int, wanted: bytes, timeout: float = PATIENCE_S) -> bytes:
-    """Return what the terminal shows until it shows `wanted`, or until the other end is closed."""
+    """Read the output of a terminal until it contains `wanted` or the other end is closed."""
     shown, deadline = b"", time.monotonic() + timeout
     while wanted not in shown and time.monotonic() < deadline:
         if select.select([main], [], [], 1.0)[0]:
             try:
                 shown += os.read(main, 10_000)
-            except OSError:  # all processes have closed it
+            except OSError:  # all processes have closed the terminal
                 break
     return shown
 
 
 def test_a_signal_leaves_a_clean_terminal(tmp_path: Path):
-    """The cursor is never hidden, so that SIGKILL would leave it visible, too."""
+    """The cursor is never hidden, so it stays visible even after SIGKILL."""
     main, side = pty.openpty()
     fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     before = termios.tcgetattr(main)
@@ -48,14 +48,14 @@ def test_a_signal_leaves_a_clean_terminal(tmp_path: Path):
     try:
         shown = read_until(main, b"tokens/s")
         process.send_signal(signal.SIGTERM)
-        shown += read_until(main, b"\0")  # to the end
+        shown += read_until(main, b"\0")  # reads to the end
         assert process.wait(PATIENCE_S) == 0
         assert termios.tcgetattr(main) == before
     finally:
         process.kill()
         os.close(main)
     text = shown.decode()
-    # steps done, time left, loss and speed
+    # The line shows the steps done, the time left, the loss and the speed.
     assert re.search(r"training: .*\d+/100000 \[.*<.*step/s, loss [\d.]+, [\d,]+ tokens/s", text)
     assert not re.search(r"step \d+/100000: loss", text), "the line of a step is in the file alone"
     assert "\x1b[?25l" not in text
@@ -67,7 +67,7 @@ def test_a_signal_leaves_a_clean_terminal(tmp_path: Path):
 
 
 def test_a_pipe_gets_fewer_lines_than_the_log(tmp_path: Path):
-    """Each of the first 30, each tenth of the first 300, and the last."""
+    """It gets each of the first 30 steps, each tenth of the first 300, and the last step."""
     command = [*python_main(), *TINY, "trainer.max_steps=43", "run.name=piped"]
     text = succeed([*command, "trainer.eval_every=36", "trainer.sample_every=37"], tmp_path)
     pattern = r"step (\d+)/43: loss"

@@ -1,4 +1,4 @@
-"""A sweep whose jobs run concurrently on a Ray cluster of its own: one job is killed, one fails."""
+"""Check sweeps on their own Ray cluster, where a concurrent job is killed or fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`replay RUN steps=N`: a run is confirmed; damage that mends its traces is not."""
+"""Check `replay RUN steps=N`: it confirms a run, and finds damage that the manifest hides."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def train(cwd: Path, *words: str) -> Path:
 
 
 def replay(cwd: Path, *words: str) -> tuple[int, str]:
-    """Return the exit code and the last line of what a replay prints."""
+    """Replay a run. Return the exit code and the last line of the output."""
     command = tool("replay", "outputs/run", *words)
     done = call(command, cwd)
     return done.returncode, done.stdout.strip().splitlines()[-1]
@@ -44,7 +44,7 @@ def replay(cwd: Path, *words: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory) -> Path:
-    """Return the working directory of a canonical run that was trained on two ranks."""
+    """Train a run with canonical reduction on two ranks. Return its working directory."""
     cwd = tmp_path_factory.mktemp("recorded")
     train(cwd, *CANONICAL, "ddp.nproc_per_node=2")
     return cwd
@@ -61,7 +61,7 @@ def ledger(run: Path) -> list[dict[str, Any]]:
 
 
 def hash_of(file: Path) -> str:
-    """Hash the tensors of a file as docs/fault-tolerance.md says."""
+    """Hash the tensors of a file as docs/fault-tolerance.md describes."""
     content = file.read_bytes()
     begin = 8 + int.from_bytes(content[:8], "little")
     lines = []
@@ -73,7 +73,7 @@ def hash_of(file: Path) -> str:
 
 
 def test_the_ledger_outlives_the_snapshots(recorded):
-    """It has the hashes of what the ranks saved."""
+    """The ledger has the hashes of all tensors that the ranks saved."""
     run = recorded / "outputs" / "run"
     lines = {line["step"]: line for line in ledger(run)}
     assert [*lines] == [5, 10, 15, 20]
@@ -97,10 +97,10 @@ def test_a_replay_on_other_ranks_confirms_a_run(recorded, steps, ranks, confirme
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors"])
-def test_a_flipped_bit_with_a_mended_manifest_is_refuted(copied, file):
+def test_a_flipped_bit_is_found_although_the_manifest_matches(copied, file):
     run = copied / "outputs" / "run"
     flip_bit(run / "snapshots" / "step_00000020", file)
-    succeed(tool("snapshots", "verify", "outputs/run"), copied)  # the manifest shows nothing
+    succeed(tool("snapshots", "verify", "outputs/run"), copied)  # the manifest matches the damage
     code, line = replay(copied, "steps=5")
     kind = file.removesuffix(".safetensors")
     assert line.startswith(f"refuted: the snapshot of step 20 holds another {kind}: SHA-256 ")
@@ -118,7 +118,7 @@ def test_the_lines_of_deleted_snapshots_count(copied):
 
 
 def test_a_replay_prints_its_steps_and_the_verdict(copied):
-    """Its losses are of another evaluation than those of the run."""
+    """The losses of the replay are from other evaluations than those of the run."""
     (copied / "outputs" / "run" / LEDGER).unlink()
     command = tool("replay", "outputs/run", "steps=5")
     *steps, verdict = call(command, copied).stdout.strip().splitlines()
@@ -127,7 +127,7 @@ def test_a_replay_prints_its_steps_and_the_verdict(copied):
     assert verdict.endswith(f"of the snapshot (there is no {LEDGER})")
 
 
-def test_an_ended_replay_leaves_nothing(copied):
+def test_a_terminated_replay_leaves_no_files(copied):
     scratch = copied / "scratch"
     scratch.mkdir()
     command = tool("replay", "outputs/run", "steps=5")
@@ -140,7 +140,7 @@ def test_an_ended_replay_leaves_nothing(copied):
     assert not list(scratch.glob("mingpt_ddp-*"))
 
 
-def test_so_it_is_without_the_ledger(copied):
+def test_a_flipped_bit_is_found_without_the_ledger(copied):
     run = copied / "outputs" / "run"
     (run / LEDGER).unlink()
     flip_bit(run / "snapshots" / "step_00000020")
@@ -150,9 +150,10 @@ def test_so_it_is_without_the_ledger(copied):
 
 
 def test_a_bit_that_flipped_while_a_run_trained_is_found_at_its_step(tmp_path):
-    """Training went on from it, so that all files agree with each other."""
+    """Training continued from the flipped bit, so all files agree with each other."""
     run = train(tmp_path, *CANONICAL, "trainer.max_steps=10", "optimizer.schedule_steps=20")
-    flip_bit(run / "snapshots" / "step_00000010", bit=20)  # a low one may be rounded away
+    # The flip of a lower bit could be rounded away.
+    flip_bit(run / "snapshots" / "step_00000010", bit=20)
     train(tmp_path, *CANONICAL, "optimizer.schedule_steps=20")
     assert [line["step"] for line in ledger(run)] == [5, 10, 15, 20]
     code, line = replay(tmp_path, "steps=20")
@@ -175,7 +176,7 @@ def test_a_fast_run_is_repeated_on_as_many_ranks(tmp_path):
     assert code == 2
 
 
-def test_code_of_the_user_is_named_again(tmp_path):
+def test_a_replay_needs_the_users_preset_again(tmp_path):
     write_files(tmp_path, page_files())
     preset = ["--config-dir=my_project", "model=lstm"]
     settings = [word for word in SETTINGS if not word.startswith("model")]
@@ -188,7 +189,7 @@ def test_code_of_the_user_is_named_again(tmp_path):
 
 
 def test_steps_with_other_settings_are_not_mixed(tmp_path):
-    """A longer run has another schedule: its snapshots do not say how its first steps went."""
+    """A longer run has another schedule, which its first steps did not use."""
     train(tmp_path, *CANONICAL, "trainer.max_steps=10")
     train(tmp_path, *CANONICAL)
     code, line = replay(tmp_path, "steps=20")
@@ -219,7 +220,7 @@ def test_an_optimizer_without_state_and_a_model_with_running_statistics(tmp_path
     assert code == 0
 
 
-def test_rows_of_tensors_are_compared_as_snapshots_have_them(tmp_path):
+def test_shards_of_tensors_are_compared(tmp_path):
     run = train(tmp_path, "ddp.strategy=fsdp", "ddp.nproc_per_node=2")
     assert not (run / LEDGER).exists()
     code, line = replay(tmp_path, "steps=5")
@@ -230,7 +231,7 @@ def test_rows_of_tensors_are_compared_as_snapshots_have_them(tmp_path):
     assert code == 1
 
 
-def test_another_machine_proves_nothing(copied):
+def test_a_difference_on_another_machine_is_undecided(copied):
     run = copied / "outputs" / "run"
     flip_bit(run / "snapshots" / "step_00000020")
     (run / LEDGER).unlink()

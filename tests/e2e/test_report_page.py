@@ -1,6 +1,4 @@
-"""The page of a report in headless Chromium: it renders, it is interactive, and no data is
-executed.
-"""
+"""Check a report's page in headless Chromium: it renders, reacts to the user, and runs no data."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ from mingpt_ddp.study.results.results import read_results
 pytestmark = pytest.mark.integration
 JOBS = 100
 SMALL = {"width": 1000, "height": 500, "deviceScaleFactor": 1, "mobile": False}
-FIGURES = 2 + 8  # curves, and the objective against each parameter
-# Axis labels that overlap, as text for the message of a failure.
+FIGURES = 2 + 8  # two plots of curves, and the objective against each of eight parameters
+# Returns the axis labels that overlap, as text for a failure message.
 OVERLAPPING = """[...document.querySelectorAll(".plot")].flatMap(plot => {
   const boxes = [...plot.querySelectorAll(".xtick text, .ytick text, .annotation-text, .xtitle, .ytitle, .gtitle")]
     .map(text => [text.textContent, text.getAttribute("transform") || "", text.getBoundingClientRect()])
@@ -28,7 +26,7 @@ OVERLAPPING = """[...document.querySelectorAll(".plot")].flatMap(plot => {
     `${one} and ${other}`));
 })"""  # noqa: E501
 
-# The light of the page, and the least WCAG contrast of texts, of labels and of lines with it.
+# The brightness of the page, and the lowest WCAG contrast of texts, labels and lines with it.
 CONTRAST = """(() => {
   const linear = v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
   const light = css => css.match(/[0-9.]+/g).slice(0, 3).map(v => linear(v / 255)).reduce(
@@ -52,7 +50,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The page of one run, with texts that try to be markup."""
+    """Write the page of one run. Its texts contain markup."""
     script = "<script>stolen = 6</script><img src=http://127.0.0.1:9/ onerror='stolen = 7'>"
     run = fake_run(tmp_path_factory.mktemp("run") / "a<b>", {"model.name": script}, faults=2)
     with open(run / "metrics.jsonl", "a") as file:
@@ -64,7 +62,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
-    """The page of many jobs, of all kinds, with names and values that try to be markup."""
+    """Write the page of many jobs of all kinds. Their names and values contain markup."""
     root = tmp_path_factory.mktemp("sweep") / "<script>stolen = 1<"
     statuses = [*["complete"] * 7, "pruned", "preempted", None]
     for number in range(JOBS):
@@ -78,7 +76,8 @@ def sweep(tmp_path_factory):
             "optimizer.weight_decay": [0.0, 0.001, 0.002, 0.1][number % 4],
             "trainer.batch_size": [8, 12, 16, 24, 64, 128][number % 6],
             "data.path": f"/a/rather/long/path/of/a/text/{number % 5}",
-            "optimizer.code": "mine.py",  # whose keys this version need not know
+            # This version need not know the keys of a user's optimizer.
+            "optimizer.code": "mine.py",
         }
         if number % 7 == 0:
             values["optimizer.a_parameter_with_a_name_that_is_far_too_long_for_any_axis"] = number
@@ -115,7 +114,7 @@ def test_everything_is_drawn_and_no_data_is_executed(browser, sweep, scheme):
     assert browser.evaluate("typeof stolen") == "undefined"
     assert counted(browser, ".js-plotly-plot") == FIGURES
     assert counted(browser, ".plot a, .plot image, .plot img") == 0
-    measured = JOBS - 1  # one has no loss at all
+    measured = JOBS - 1  # one job has no loss
     assert counted(browser, ".plots .js-line") == 2 * measured
     assert counted(browser, "tbody tr") == JOBS
     sizes = (
@@ -141,7 +140,7 @@ def test_the_page_fits_a_phone(narrow, sweep):
 
 
 def test_light_and_dark_are_readable(browser, sweep):
-    """WCAG contrast: 4.5 for text, 2.5 between every line and the page."""
+    """The WCAG contrast with the page is at least 4.5 for text, and 2.5 for every line."""
     pages = []
     for scheme in ("light", "dark"):
         use_scheme(browser, scheme)
@@ -154,7 +153,7 @@ def test_light_and_dark_are_readable(browser, sweep):
 
 
 def use_width(browser, width):
-    """Show pages on a screen of this width, a phone's below 800 pixels."""
+    """Show pages on a screen of this width. A width below 800 pixels means a phone."""
     browser.call(
         "Emulation.setDeviceMetricsOverride",
         width=width,
@@ -185,7 +184,7 @@ def test_the_page_of_a_run(browser, run, scheme, width):
 
 @pytest.fixture(scope="module")
 def replicates(tmp_path_factory):
-    """The page of twelve recipes of three seeds."""
+    """Write the page of twelve recipes with three seeds each."""
     root = tmp_path_factory.mktemp("replicates")
     for number in range(36):
         values = {
@@ -295,10 +294,10 @@ def test_a_page_of_jobs_that_run_reloads_and_keeps_what_the_reader_has_chosen(br
 
 
 def is_last_page(browser: Browser) -> bool:
-    """Return whether the page that reloads itself no more is loaded."""
+    """Return True if the loaded page does not reload itself any more."""
     try:
         return browser.evaluate("reloadMs === 0 && document.readyState === 'complete'")
-    except AssertionError:  # between two pages
+    except AssertionError:  # no page is loaded during a reload
         return False
 
 
@@ -327,7 +326,7 @@ def test_extreme_numbers_are_drawn(browser, tmp_path):
 def test_markup_added_to_the_page_is_not_executed(browser, sweep, tmp_path):
     """The content security policy blocks markup that was not escaped.
 
-    This also shows that the tests can fail.
+    The errors that the browser reports here also show that the other tests can fail.
     """
     added = "<script>stolen = 4</script><img src='http://127.0.0.1:9/x.png' onerror='stolen = 5'>"
     page = tmp_path / "page.html"

@@ -1,4 +1,4 @@
-"""The changes of docs/research.md: all blocks in one file of a user, all commands in one run."""
+"""Check the changes in docs/research.md, with all code in one file and all commands in one run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import mingpt_ddp
 PAGE = (ROOT / "docs" / "research.md").read_text()
 MAX_LINES = 10
 ENGLISH = "The value of a note is what it says."
-# Commands that select another task or reader than an earlier one.
+# Commands that select another task or reader than an earlier command.
 ALONE = {"task.name=by_character", "task.name=frozen", "data.reader=english"}
 
 
@@ -29,7 +29,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def project(tmp_path) -> Path:
-    """A directory with the file of all blocks, and the data that the commands name."""
+    """Make a directory with a file of all code blocks, and the data that the commands name."""
     imports, *changes, _ = blocks("python")
     rows = [{"lang": "en", "text": ENGLISH}, {"lang": "de", "text": "Größe"}] * 400
     files = {
@@ -41,7 +41,7 @@ def project(tmp_path) -> Path:
 
 
 def words_of(key: str) -> list[str]:
-    """Return the arguments of the command with this one."""
+    """Return the arguments of the command that contains this argument."""
     [command] = [each for each in blocks("sh") if key in shlex.split(each)]
     return [*TINY, *shlex.split(command)[2:], "data.truncate=1"]
 
@@ -55,7 +55,7 @@ def test_blocks_are_short():
 
 
 def test_changes_train_together(project):
-    """All commands in one, but for those that select another task or reader."""
+    """Run all commands as one, except for those that select another task or reader."""
     words: list[str] = []
     for command in blocks("sh"):
         program, script, *overrides = shlex.split(command)
@@ -77,7 +77,7 @@ def test_a_metric_about_characters(project):
     assert any(value != result["val_accuracy"] for value in classes)
 
 
-def test_only_some_rows_each_ended_by_a_token(project):
+def test_a_reader_of_some_rows_with_end_tokens(project):
     run = train(project, *words_of("data.reader=english"))
     sampled = mingpt_ddp.load(run)
     assert sampled.tokenizer.end is not None
@@ -85,7 +85,7 @@ def test_only_some_rows_each_ended_by_a_token(project):
 
 
 def test_frozen_weights_keep_their_bytes(project):
-    """With weight decay, on two ranks, after a restart."""
+    """This holds with weight decay, on two ranks and after a restart."""
     words = [*words_of("task.name=frozen"), "optimizer.weight_decay=0.5", "snapshot.keep_last=9"]
     train(project, *words, "ddp.nproc_per_node=2", "trainer.max_steps=4")
     run = train(project, *words, "ddp.nproc_per_node=2")
@@ -95,7 +95,7 @@ def test_frozen_weights_keep_their_bytes(project):
     assert frozen and changed == first.keys() - frozen
 
 
-def test_the_loop_of_ones_own(tmp_path, monkeypatch):
+def test_a_users_loop(tmp_path, monkeypatch):
     source = (EXAMPLES / "train.py").read_text()
     clip = "            norm = step.clip()\n"
     assert source.count(clip) == 1

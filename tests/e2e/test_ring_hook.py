@@ -1,4 +1,4 @@
-"""examples/ring_hook.py in training, and what `ddp.comm_hook=ring` says without it."""
+"""Check examples/ring_hook.py in training, and the error of `ddp.comm_hook=ring` without it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def test_the_command_of_the_example(tmp_path):
     assert (result["status"], result["step"], result["world_size"]) == ("complete", 20, 3)
 
 
-def test_a_recorded_run_goes_on_with_the_example_alone(tmp_path):
-    """Without it the same command, and `again`, are refused in one line and write nothing."""
+def test_a_recorded_run_continues_only_with_the_example(tmp_path):
+    """Without the example, the same command and `again` are refused and write nothing."""
     run = [
         *TINY,
         "trainer.device=cpu",

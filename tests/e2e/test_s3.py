@@ -1,6 +1,4 @@
-"""A real S3 server behind a faulty network: files are written atomically, and every call
-returns.
-"""
+"""Check files on an S3 server behind a faulty network: writes are atomic, and all calls return."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from mingpt_ddp.storage.remote.remote import StorageError
 from mingpt_ddp.storage.urls import open_storage
 
 MIB = 1 << 20
-LARGE = os.urandom(12 * MIB)  # three parts
+LARGE = os.urandom(12 * MIB)  # uploaded in three parts
 PUT, PART, GET = r"^PUT /\S+/file(\?x-id=\S*)? ", r"^PUT \S+partNumber=2", "^GET /.*file"
 START, COMPLETE = r"^POST \S+\?uploads", r"^POST \S+\?uploadId"
 NAMES = {PUT: "put", PART: "part", START: "start", COMPLETE: "complete"}
@@ -34,7 +32,7 @@ def limits(monkeypatch):
     monkeypatch.setattr(remote, "MIN_BANDWIDTH", 32 * MIB)
     monkeypatch.setattr(remote, "INITIAL_BACKOFF_S", 0.05)
     monkeypatch.setattr(remote, "MAX_BACKOFF_S", 0.5)
-    monkeypatch.setattr(remote, "PART", 5 * MIB)  # no server accepts smaller ones
+    monkeypatch.setattr(remote, "PART", 5 * MIB)  # servers do not accept smaller parts
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +42,7 @@ def bucket(seaweed):
 
 @pytest.fixture
 def url(seaweed, bucket, monkeypatch, tmp_path):
-    """A directory per test; the environment names this server and no other."""
+    """Return the URL of a new directory. The environment names only this server."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
@@ -108,9 +106,9 @@ def test_a_large_file_in_parts(url, proxy, seaweed, bucket, monkeypatch):
 
 
 def test_parts_are_not_compared_with_the_checksum_of_the_whole(url):
-    """Some servers send it with each part.
+    """Some servers send the checksum of the whole object with each part.
 
-    A client that compares them cannot read objects of several parts.
+    A client that compares the two cannot read objects of several parts.
     """
     storage = open_storage(url)
     storage.write("file", LARGE[: 6 * MIB])
@@ -121,7 +119,7 @@ def test_parts_are_not_compared_with_the_checksum_of_the_whole(url):
 # put_if_absent
 
 
-def test_of_many_put_if_absent_one_succeeds(url):
+def test_only_one_of_many_put_if_absent_succeeds(url):
     with ThreadPoolExecutor(6) as pool:
         made = list(
             pool.map(lambda i: open_storage(url).put_if_absent("file", b"%d" % i), range(6))
@@ -131,7 +129,7 @@ def test_of_many_put_if_absent_one_succeeds(url):
 
 
 def test_the_server_refuses_to_overwrite(url, monkeypatch):
-    """Another process writes the file after this one has checked and before it writes."""
+    """Another process writes the file between the check and the write of this process."""
     storage = open_storage(url)
     storage.write("file", b"theirs")
     with monkeypatch.context() as patch:
@@ -182,7 +180,7 @@ def test_a_write_survives(fault, match, url, proxy, seaweed, bucket):
     storage.write("file", content)
     assert proxy.rules[0].hits == 2
     assert storage.read("file") == content
-    storage.delete("file")  # plus an upload whose creation got no response
+    storage.delete("file")  # this also aborts an upload whose creation got no response
     assert seaweed.unfinished_uploads(bucket) == []
 
 
@@ -250,11 +248,11 @@ def test_a_write_ends(content, fault, url, proxy, seaweed, bucket, monkeypatch):
     storage = open_storage(url)
     storage.write("file", b"old")
     proxy.rules = [Rule(PART if content is LARGE else PUT, times=ALWAYS, **ALL[fault])]
-    # on a loaded machine, the writes that succeed may take longer
+    # These limits apply only here, since on a loaded machine successful writes may take longer.
     with monkeypatch.context() as limits:
         limits.setattr(remote, "REQUEST_TIMEOUT_S", 1.0)
         limits.setattr(remote, "OPERATION_DEADLINE_S", 1.0)
-        # the client's own limits would end it in other words
+        # This message shows that our deadline ended the write. The client's own limits have others.
         ended = rf"^cannot write {url}/file: .* \(tried for \d+ s\)$"
         with pytest.raises(StorageError, match=ended):
             storage.write("file", content)
@@ -285,17 +283,17 @@ def test_a_store_that_is_down(url, proxy, monkeypatch):
             call()
     monkeypatch.setattr(remote, "OPERATION_DEADLINE_S", 30.0)
     threading.Timer(1.0, proxy.heal).start()
-    storage.write("file", b"new")  # starts while the store is still down
+    storage.write("file", b"new")  # the write starts while the store is still down
     assert storage.read("file") == b"new"
 
 
 @pytest.fixture(params=["accepts and never answers", "does not accept"])
 def black_hole(request):
-    """A local port that responds to no request, or accepts not even connections."""
+    """Open a local port that answers no request, or that does not even accept connections."""
     with socket.socket() as listening, socket.socket() as one, socket.socket() as other:
         listening.bind(("127.0.0.1", 0))
         listening.listen(0 if request.param == "does not accept" else 50)
-        # they fill its backlog
+        # These connections fill the port's backlog.
         for waiting in (one, other) if request.param == "does not accept" else ():
             waiting.setblocking(False)
             waiting.connect_ex(listening.getsockname())
@@ -320,7 +318,7 @@ def test_a_black_hole_times_out_at_the_deadline(call, url, seaweed, black_hole, 
         "delete": lambda: storage.delete("file"),
         "create": lambda: storage.put_if_absent("file", b"x"),
     }
-    # the client's own timeouts would end it in other words
+    # This message shows that our deadline ended the call. The client's own timeouts have others.
     ended = rf"^cannot [a-z ]+ {url}\S*: [^\n]* \(tried for \d+ s\)$"
     with pytest.raises(StorageError, match=ended):
         calls[call]()
@@ -370,7 +368,7 @@ def test_a_missing_bucket_is_not_created(url, seaweed):
 
 
 def test_delete_aborts_the_uploads_of_a_killed_process(url, seaweed, bucket):
-    """A process killed during an upload leaves parts that no listing shows."""
+    """A process that is killed during an upload leaves parts that no listing shows."""
     prefix = url.removeprefix(f"s3://{bucket}/")
     for name in ("step_1/file", "step_10/file"):
         seaweed._call("create_multipart_upload", Bucket=bucket, Key=f"{prefix}/{name}")
@@ -380,7 +378,7 @@ def test_delete_aborts_the_uploads_of_a_killed_process(url, seaweed, bucket):
     assert seaweed.unfinished_uploads(bucket) == []
 
 
-# The environment and files that all AWS tools read
+# The environment variables and files that all AWS tools read
 
 
 @pytest.mark.parametrize("source", ["AWS_ENDPOINT_URL_S3", "files", "profile"])
@@ -407,12 +405,13 @@ def test_the_endpoint_is_read_where_aws_tools_read_it(source, url, seaweed, monk
     assert storage.list() == ["file"]
 
 
-# The last test, since it kills the server and makes it unavailable for a while
+# This test comes last, since it kills the server, which then is unavailable for a while.
 
 
 def test_acknowledged_writes_survive_the_server(url, seaweed, bucket, monkeypatch):
-    """SIGKILL during writes: those that returned are whole, and the current one survives the
-    restart.
+    """The server is killed during writes.
+
+    Files whose writes have returned are whole, and the current write survives the restart.
     """
     monkeypatch.setattr(remote, "OPERATION_DEADLINE_S", 300.0)
     contents = [LARGE if i % 4 == 1 else os.urandom(200_000) for i in range(8)]
@@ -428,7 +427,7 @@ def test_acknowledged_writes_survive_the_server(url, seaweed, bucket, monkeypatc
     writer.start()
     try:
         wait_for(lambda: len(done) >= 5 or not writer.is_alive(), what="five writes")
-        # the next one is large
+        # The next file is large.
         wait_for(lambda: seaweed.unfinished_uploads(bucket) or len(done) > 5, what="its upload")
         seaweed.kill()
         seaweed.start()

@@ -1,6 +1,6 @@
-"""A run that is suspended while another start takes over its object store, and wakes up again.
+"""Check a run that is suspended, loses its object store to another start, and wakes up again.
 
-unit/snapshots/test_lost_lease.py has what such a process does at each point of a save.
+unit/snapshots/test_lost_lease.py checks such a process at each point of a save.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SAVES = [
     "trainer.eval_every=null",
     "run.name=run",
 ]
-# The process stops itself, with its thread of heartbeats.
+# The process stops itself, including its heartbeat thread.
 STOP = """
 def reach(step, rank):
     if step == 8:
@@ -47,7 +47,7 @@ def aws(seaweed, monkeypatch, tmp_path):
 
 
 def test_a_run_that_wakes_up_deletes_nothing_of_its_successor(aws, tmp_path: Path):
-    """It has committed step 4; its successor keeps it, and goes on."""
+    """The run has committed step 4. Its successor keeps this snapshot and continues from it."""
     path = f"s3://{aws}/{uuid.uuid4().hex}"
     common = [*python_main(), *SAVES, f"snapshot.path={path}"]
     limits = {"PYTHONPATH": with_limits(tmp_path / "site", {}, LEASE)}
@@ -64,7 +64,7 @@ def test_a_run_that_wakes_up_deletes_nothing_of_its_successor(aws, tmp_path: Pat
     os.kill(first.process_at("stopped"), signal.SIGCONT)
     assert first.wait() == 2, first.job.text()
     errors = [line for line in first.job.text().splitlines() if "error: " in line]
-    # The heartbeat and the next save both notice it, each in its own words.
+    # The heartbeat and the next save both notice the takeover, and have different messages.
     expected = rf"run error: {path}/run was taken over by (another )?process"
     assert re.match(expected, errors[-1]), errors
     before = re.findall(r"snapshot of step (\d+) committed", log.read_text())

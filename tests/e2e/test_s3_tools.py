@@ -1,4 +1,4 @@
-"""`python -m mingpt_ddp snapshots` on a real S3 server, and on one that does not respond."""
+"""Check `mingpt_ddp snapshots` on a real S3 server, and on a server that does not respond."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from store_limits import with_limits
 
 @pytest.fixture
 def snapshots(seaweed, monkeypatch, tmp_path):
-    """Return a function that runs the tool as a client of the server."""
+    """Return a function that runs the command as a client of the server."""
     for name, value in seaweed.environment().items():
         monkeypatch.setenv(name, value)
 
@@ -29,9 +29,10 @@ def snapshots(seaweed, monkeypatch, tmp_path):
 
 
 def test_prune_lists_the_remaining_snapshots(snapshots, seaweed, tmp_path):
-    """This server lists empty directories, unless they are deleted as well."""
+    """This server lists empty directories unless they are deleted too."""
     path = f"s3://{seaweed.make_bucket('pruned')}/runs"
-    train(tmp_path, *TINY, f"snapshot.path={path}", "snapshot.keep_last=9")  # steps 4, 6, 8, 12
+    # The run saves steps 4, 6, 8 and 12.
+    train(tmp_path, *TINY, f"snapshot.path={path}", "snapshot.keep_last=9")
     pruned = snapshots("prune", f"{path}/run", "keep_last=1", "keep_best=false")
     assert pruned.stdout.endswith(f"{path}/run: 3 deleted, 1 kept\n"), pruned.stdout
     listed = snapshots("list", f"{path}/run").stdout.splitlines()
@@ -40,7 +41,7 @@ def test_prune_lists_the_remaining_snapshots(snapshots, seaweed, tmp_path):
 
 
 def test_prune_refuses_while_a_lease_is_alive(snapshots, seaweed, tmp_path):
-    """The owner is a thread here, which sends its heartbeats while the tool waits for one."""
+    """The owner of the lease is a thread here, which sends heartbeats while the command waits."""
     path = f"{seaweed.make_bucket('owned')}/runs"
     train(tmp_path, *TINY, f"snapshot.path=s3://{path}", "snapshot.keep_last=9")
     variables = seaweed.environment()

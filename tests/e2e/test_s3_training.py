@@ -1,6 +1,4 @@
-"""Runs with their snapshots on a real S3 server: killed, disconnected, started twice, and
-resumed.
-"""
+"""Check runs with snapshots on an S3 server: killed, disconnected, started twice and resumed."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ SETTINGS = [
     "trainer.eval_every=25",
     "snapshot.every_steps=8",
 ]
-# Slow enough to be killed in mid-run: a step takes 10 ms or more.
+# A step takes 10 ms or more, so that the run can be killed in mid-run.
 SETTINGS += [
     "model.n_embd=48",
     "data.block_size=64",
@@ -45,7 +43,7 @@ ENDLESS = [
     "run.name=run",
 ]
 TWO_RANKS = [*python_main(), "ddp.nproc_per_node=2"]
-# the defaults are 30, 60
+# The defaults are 30 and 60.
 SHORT = {"REQUEST_TIMEOUT_S": 2.0, "OPERATION_DEADLINE_S": 5.0, "INITIAL_BACKOFF_S": 0.05}
 ALWAYS = float("inf")
 
@@ -57,13 +55,13 @@ def bucket(seaweed):
 
 @pytest.fixture
 def path(bucket):
-    """The value of snapshot.path; the snapshots of the run are in `run` below it."""
+    """Return a value for snapshot.path. The run's snapshots are in `run` below it."""
     return f"s3://{bucket}/{uuid.uuid4().hex}"
 
 
 @pytest.fixture
 def aws(seaweed, monkeypatch, tmp_path):
-    """The environment of a client of this server, without other AWS settings."""
+    """Set the environment of a client of this server, without other AWS settings."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name in ("CONFIG", "SHARED_CREDENTIALS"):
@@ -74,7 +72,7 @@ def aws(seaweed, monkeypatch, tmp_path):
 
 @pytest.fixture
 def proxy(aws, seaweed, monkeypatch):
-    """A fault proxy between the run and the server."""
+    """Start a fault proxy between the run and the server."""
     proxy = FaultProxy(seaweed.port, seed=1)
     yield proxy
     proxy.close()
@@ -85,20 +83,20 @@ def proxied(proxy: FaultProxy) -> dict[str, str]:
 
 
 def short_timeouts(tmp_path: Path, **lease: float) -> dict[str, str]:
-    """Return an environment in which processes time out sooner than in production."""
+    """Return environment variables with which processes time out sooner than in production."""
     return {"PYTHONPATH": with_limits(tmp_path / "site", SHORT, lease)}
 
 
 @pytest.fixture(scope="module")
 def local_weights(tmp_path_factory):
-    """The weights of an uninterrupted run of two ranks on a local disk."""
+    """Train an uninterrupted run on two ranks and a local disk. Return its weights."""
     cwd = tmp_path_factory.mktemp("local")
     succeed([*TWO_RANKS, *SETTINGS], cwd)
     return (cwd / "outputs/run/snapshots" / f"step_{STEPS:08d}" / "model.safetensors").read_bytes()
 
 
 def client() -> Any:
-    """A client of the server, by the environment, that sees all changes."""
+    """Return a client of the server that the environment names. It has no cache of listings."""
     endpoint = os.environ["AWS_ENDPOINT_URL"]
     return s3fs.S3FileSystem(
         endpoint_url=endpoint, skip_instance_cache=True, use_listings_cache=False
@@ -123,7 +121,7 @@ def log_of(cwd: Path, root: str = "outputs") -> str:
 
 
 def committed(cwd: Path, root: str = "outputs") -> list[tuple[int, str]]:
-    """Return the step and directory of each snapshot that the log reports, in order."""
+    """Return the step and directory of each snapshot in the log, in order."""
     found = re.findall(
         r"snapshot of step (\d+) committed to (\S+?),?(?: |$)",
         log_of(cwd, root),
@@ -133,7 +131,7 @@ def committed(cwd: Path, root: str = "outputs") -> list[tuple[int, str]]:
 
 
 def test_faulty_network(proxy, seaweed, path, tmp_path, local_weights):
-    """The killed run resumes to the same bytes, and credentials stand nowhere."""
+    """The killed run resumes to the same bytes. No file or output contains the credentials."""
     proxy.rules = [
         Rule(".", Fault.STATUS, times=ALWAYS, probability=0.2),
         Rule("^PUT", Fault.RESET_SENDING, times=ALWAYS, probability=0.1, after=10_000),
@@ -163,9 +161,7 @@ def test_faulty_network(proxy, seaweed, path, tmp_path, local_weights):
 
 @pytest.mark.slow
 def test_store_killed_and_restarted(aws, seaweed, path, tmp_path):
-    """Training does not wait for the store, and a partially written snapshot is never taken for a
-    whole one.
-    """
+    """Training does not wait for the store. A partially written snapshot never counts as whole."""
     job = Job(
         [*TWO_RANKS, *ENDLESS, f"snapshot.path={path}", "snapshot.max_failures=1000"],
         tmp_path,
@@ -231,7 +227,7 @@ def test_store_unavailable_for_too_long(proxy, path, tmp_path):
 
 
 def test_store_unavailable_at_resume(proxy, path, tmp_path):
-    """The run is refused; it does not start again at step 1."""
+    """The run is refused, and does not start again at step 1."""
     command = [*python_main(), *TINY, "run.name=run", f"snapshot.path={path}"]
     succeed(command, tmp_path, **proxied(proxy))
     before = log_of(tmp_path)
@@ -249,10 +245,8 @@ def test_store_unavailable_at_resume(proxy, path, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_runs_of_one_name(aws, path, tmp_path):
-    """The run directories differ, perhaps on different machines: the runs share only the object
-    store.
-    """
+def test_two_runs_with_one_name(aws, path, tmp_path):
+    """The runs have different directories, as on two machines, and share only the object store."""
     command = [*python_main(), *ENDLESS, f"snapshot.path={path}"]
     limits = {
         "PYTHONPATH": with_limits(
@@ -286,7 +280,7 @@ def test_two_runs_of_one_name(aws, path, tmp_path):
         re.findall(r"resuming from the snapshot of step (\d+)", log_of(tmp_path, "second"))[0]
     )
     assert resumed >= newest
-    # on this machine the owner is known to be dead
+    # The owner was on this machine, so the new run can see that it is dead, and need not wait.
     third = Job([*command, "run.root=second"], tmp_path, **limits)
     wait_for(lambda: log_of(tmp_path, "second").count("resuming") == 2, what="the same run again")
     third.kill_tree()
@@ -294,8 +288,11 @@ def test_two_runs_of_one_name(aws, path, tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["zero1", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_ranks_read_and_write_their_own_parts(strategy, aws, path, tmp_path):
-    """Two ranks, then three, whose rows are others; the end is that of one rank."""
+def test_ranks_read_and_write_their_own_shards(strategy, aws, path, tmp_path):
+    """The run uses two ranks and then three, which have other rows of the tensors.
+
+    Its result equals the result of one rank.
+    """
     settings = [*TINY, "snapshot.keep_last=9", "optimizer.schedule_steps=12"]
     settings += ["trainer.micro_batch_size=3"]
     for ranks, steps in ((2, 5), (3, 12)):

@@ -1,4 +1,4 @@
-"""sample.py on the command line."""
+"""Check sample.py on the command line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sample(cwd, *args: str, stdin: str = "", **extra: str) -> subprocess.Complet
     ["auto", *(pytest.param(p, marks=pytest.mark.slow) for p in ("bf16", "fp32", "fp16"))],
 )
 def test_every_precision_on_a_cpu_without_avx512(trained, precision):
-    """Without AVX-512, oneDNN cannot pack matrices in bf16."""
+    """On a CPU without AVX-512, oneDNN cannot pack matrices in bf16."""
     older = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     args = [
         "snapshot=outputs/a",
@@ -46,9 +46,9 @@ def test_every_precision_on_a_cpu_without_avx512(trained, precision):
 
 
 def test_argument_forms_and_any_step(trained):
-    """A positional URL, and keys in three forms.
+    """The URL is a positional argument, and keys have three forms.
 
-    The default is the newest snapshot, here also the best.
+    The default snapshot is the newest one, which here is also the best.
     """
     args = ["prompt=The ", "max_new_tokens=40"]
     newest = sample(trained, "snapshot=outputs/a", *args).stdout
@@ -118,7 +118,7 @@ def test_a_prompt_is_taken_literally(trained):
         ),
     ],
 )
-def test_a_mistake_is_one_line(trained, args, expected):
+def test_a_mistake_is_reported_in_one_line(trained, args, expected):
     done = sample(trained, *args)
     assert done.returncode == 2
     [line] = done.stderr.splitlines()

@@ -1,4 +1,4 @@
-"""snapshot.every_epochs and every_minutes: which steps are saved."""
+"""Check which steps are saved with snapshot.every_epochs and snapshot.every_minutes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def saved(cwd: Path, *overrides: str) -> list[int]:
 
 
 def test_every_epochs(tmp_path):
-    """An epoch of 8,371 characters has 522 windows of 16: 43 steps of 12."""
+    """An epoch of 8,371 characters has 522 windows of 16 characters, which is 43 steps of 12."""
     assert saved(tmp_path, "trainer.max_epochs=5", "snapshot.every_epochs=2") == [86, 172, 215]
 
 
 def test_every_minutes(tmp_path):
-    """By the clock of rank zero, and not more often."""
+    """Saves follow the clock of rank zero, and do not come more often."""
     steps = saved(tmp_path, "trainer.max_steps=400", "snapshot.every_minutes=0.005")  # 0.3 s
     seconds = read_result(tmp_path / "outputs" / "run")["wall_seconds"]
     assert 2 <= len(steps) <= seconds / 0.3 + 1 and steps[-1] == 400

@@ -1,4 +1,4 @@
-"""examples/scaling_law.py: the law of runs, its exponent and the interval of that."""
+"""Check examples/scaling_law.py: the fitted law, its exponent and the exponent's interval."""
 
 from __future__ import annotations
 

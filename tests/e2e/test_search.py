@@ -1,4 +1,4 @@
-"""Interrupted searches by Optuna end like an undisturbed one, and train nothing twice."""
+"""Check that interrupted Optuna searches end like undisturbed ones, and train nothing twice."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def search(*overrides: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """A search of twelve trials, the first ten at random."""
+    """Run a search of twelve trials, of which the first ten are random. Return its directory."""
     cwd = tmp_path_factory.mktemp("undisturbed")
     text = succeed(search("sweep.trials=12", *MEDIAN), cwd)
     count = Counter(states(cwd / DIRECTORY))
@@ -117,7 +117,7 @@ REFUSED = {
 
 @needs_optuna
 def test_another_search_is_refused(undisturbed, tmp_path):
-    """In one line, and nothing is changed."""
+    """The error is one line, and no file changes."""
     directory = tmp_path / DIRECTORY
     shutil.copytree(undisturbed, directory)
     before = content(tmp_path)
@@ -135,7 +135,7 @@ def locks(cwd: Path) -> set[tuple[str, bytes]]:
 @needs_optuna
 @pytest.mark.parametrize("is_empty", [True, False])
 def test_a_lost_journal_beside_jobs_that_have_ended_is_refused(is_empty, undisturbed, tmp_path):
-    """A new search would train other jobs beside them."""
+    """A new search would train other jobs in the same directory."""
     shutil.copytree(undisturbed, tmp_path / DIRECTORY)
     journal = tmp_path / DIRECTORY / "study.journal"
     journal.write_text("") if is_empty else journal.unlink()
@@ -151,8 +151,8 @@ def test_a_lost_journal_beside_jobs_that_have_ended_is_refused(is_empty, undistu
 
 @needs_optuna
 @pytest.mark.parametrize("ranks", [pytest.param("lock-step", marks=pytest.mark.slow), "one parent"])
-def test_two_ranks_in_lock_step_or_below_one_parent(ranks, two_ranks, tmp_path):
-    """Killed, or preempted, while a job trains: the same trials and weights in each way."""
+def test_an_interrupted_search_on_two_ranks(ranks, two_ranks, tmp_path):
+    """The search is killed or preempted while a job trains. Both ways give the same results."""
     overrides = [*ASHA, "sweep.trials=4", "sweep.seed=3"]
     commands = {
         "lock-step": [*torchrun(2), *SEARCH, *overrides],
@@ -165,7 +165,8 @@ def test_two_ranks_in_lock_step_or_below_one_parent(ranks, two_ranks, tmp_path):
         job.kill_tree()
     else:
         job.process.send_signal(signal.SIGTERM)
-        # 143: after the last step of a job there is nothing to save
+        # The exit code is 143 if the signal came after the last step of a job, when nothing is left
+        # to save.
         assert job.wait() in (0, 128 + signal.SIGTERM), job.text()
     assert len(statuses(directory)) < 4
     text = succeed(commands[ranks], tmp_path)
@@ -176,7 +177,7 @@ def test_two_ranks_in_lock_step_or_below_one_parent(ranks, two_ranks, tmp_path):
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """An undisturbed search of two ranks."""
+    """Run an undisturbed search on two ranks. Return its directory."""
     cwd = tmp_path_factory.mktemp("two_ranks")
     overrides = [*ASHA, "sweep.trials=4", "sweep.seed=3"]
     succeed([*torchrun(2), *SEARCH, *overrides], cwd)
@@ -186,7 +187,7 @@ def two_ranks(tmp_path_factory):
 
 @needs_optuna
 def test_a_failed_trial_stays_failed(tmp_path):
-    """The others are not affected. sweep.retries starts it again before it has failed for good."""
+    """Other trials are not affected. sweep.retries restarts a trial before it counts as failed."""
     command = search("sweep.trials=4", "optimizer.lr=tag(log,interval(1e-8,1e30))")
     directory = tmp_path / DIRECTORY
     text = fail(command, tmp_path)
@@ -214,8 +215,8 @@ def test_a_failed_trial_stays_failed(tmp_path):
 
 
 @needs_optuna
-def test_a_search_whose_trials_all_fail(tmp_path):
-    """Also without a second value for Optuna; no other starts after sweep.max_failures."""
+def test_a_search_in_which_all_trials_fail(tmp_path):
+    """Optuna has no value to learn from. After sweep.max_failures, no other trial starts."""
     command = search(
         "sweep.trials=4", "sweep.max_failures=1", "optimizer.lr=tag(log,interval(1e29,1e30))"
     )
@@ -232,7 +233,7 @@ def test_a_search_whose_trials_all_fail(tmp_path):
 @needs_optuna
 @pytest.mark.slow
 def test_a_search_over_tokenizers_minimizes_bits_per_byte(tmp_path):
-    """Also of the jobs that are complete when the search is resumed."""
+    """When the search is resumed, the complete jobs have bits per byte too."""
     command = search("sweep.trials=4", "sweep.seed=2", "data.tokenizer=choice(char,byte)")
     for complete in (0, 4):
         text = succeed(command, tmp_path)
@@ -244,7 +245,7 @@ def test_a_search_over_tokenizers_minimizes_bits_per_byte(tmp_path):
 
 
 def test_without_optuna_one_line_names_the_extra(tmp_path):
-    """A Python that finds all installed packages except Optuna."""
+    """The Python of this test finds all installed packages except Optuna."""
     site = tmp_path / "site"
     site.mkdir()
     for folder in map(Path, dict.fromkeys([sysconfig.get_path("purelib"), *sys.path])):

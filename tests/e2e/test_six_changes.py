@@ -1,4 +1,4 @@
-"""Six changes for research, each one short file of a user: killed twice, they keep their bits."""
+"""Make six changes for research, each in a short file. Two kills must not change the bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runs import read_history, read_result, tensor_files, write_files
 
 MAX_LINES = 25
 TWO_RANKS = [*TINY, "--config-dir=mine", "ddp.nproc_per_node=2", "ddp.max_restarts=0"]
-# A snapshot is committed before the next step: no kill comes before it.
+# A snapshot is committed before the next step begins, so no kill can come before the commit.
 SETTINGS = [*TWO_RANKS, "trainer.eval_every=4", "snapshot.background=false", "+data.code=kill.py"]
 
 SCHEDULE = """
@@ -110,7 +110,7 @@ CHANGES = {
 }
 
 
-# The others take the same path: the hook acts on other tensors, or is none.
+# The other changes use the same code: their hooks act on other tensors, or they have no hook.
 QUICK = ("auxiliary loss", "exact match", "moving average")
 
 
@@ -125,7 +125,7 @@ def train(cwd: Path, overrides: list[str], kill_at: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("change", [case(change) for change in CHANGES])
-def test_a_change_keeps_its_bits_when_it_is_killed_twice(change, tmp_path):
+def test_two_kills_do_not_change_the_bits(change, tmp_path):
     code, overrides, column = CHANGES[change]
     assert len(code.strip().splitlines()) <= MAX_LINES
     write_files(tmp_path / "mine", {"mine.py": code, "kill.py": KILL_HOOK})

@@ -1,5 +1,6 @@
-"""A SLURM cluster of two nodes: a preempted job saves, is requeued, and ends like an uninterrupted
-one.
+"""Check jobs on a SLURM cluster of two nodes.
+
+A preempted job saves, is requeued, and ends like an uninterrupted job.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from slurm_cluster import Slurm, SlurmUnavailable
 pytestmark = pytest.mark.integration
 SCRIPT = ROOT / "scripts" / "train.sbatch"
 
-# Every rank of a job pauses once before this step; in an array, those of the first job only.
+# Every rank of a job pauses once before this step. In an array, only the first job pauses.
 PAUSE_BEFORE_STEP_7 = """
 def reach(step, rank):
     if step == 7 and os.environ.get("SLURM_ARRAY_TASK_ID", "0") == "0":
@@ -57,7 +58,7 @@ class Site:
 
 
 def check_resumed(run: Path, cwd: Path, *settings: str) -> None:
-    """The run resumed from step 7, and its weights are those of an uninterrupted one."""
+    """Check that the run resumed from step 7, and has the weights of an uninterrupted run."""
     assert read_result(run)["status"] == "complete"
     resumed = re.findall(
         r"resuming from the snapshot of step (\d+) ", (run / "main.rank0.log").read_text()
@@ -79,11 +80,11 @@ def test_a_name_in_the_form_that_a_report_prints(slurm, tmp_path):
 
 
 def test_a_job_signalled_before_its_time_limit_is_requeued_and_resumes(slurm, tmp_path):
-    """The script names the run after the job id, unless `run.name` is set."""
+    """The script names the run after the job id unless `run.name` is set."""
     site = Site(tmp_path / "site")
     job = slurm.submit(SCRIPT, tmp_path, [], [*UNNAMED, site.word], PYTHONPATH=str(ROOT))
     site.wait_until_paused()
-    slurm.call("scancel", "--signal=USR1", job)  # as --signal=USR1@120 does
+    slurm.call("scancel", "--signal=USR1", job)  # the same signal as from --signal=USR1@120
     site.resume_after_signal()
     slurm.wait(job, "COMPLETED")
     assert slurm.job(job)["Restarts"] == "1"

@@ -1,7 +1,8 @@
-"""Each process of a local run is killed or stopped at each stage of its start: the run restarts
-with a line that names who, nothing is left, and the bits are those of the undisturbed run.
+"""Kill or stop each process of a local run at each stage of the run.
 
-STAGES_REPORT=FILE adds a line of JSON for each case: what ended it, and after how many seconds.
+The run must restart and log a line that names the process. It must leave no processes, and have the
+bits of the undisturbed run. With STAGES_REPORT=FILE, each case adds its outcome and its duration to
+the file, as a line of JSON.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(sys.platform != "linux", reason="needs /proc"),
 ]
-BETWEEN_S = 0.5  # two Ctrl-C
+CTRL_C_INTERVAL_S = 0.5
 
 KILLED = r"rank {} was killed by SIGKILL"
-# whoever finds it first: the watchdogs, the rendezvous, the launcher
+# The message depends on who notices first: the launcher, a watchdog or the rendezvous.
 STOPPED = r"rank {} (has been stopped|has stalled|did not join)"
 STORE = "the store"
 SERVER = "the fork server"
@@ -64,7 +65,7 @@ RANKS = [
     stopped(1, "exit", "spawn"),
 ]
 TORCHRUN = [
-    # the agent names a killed worker only when it gives up
+    # The agent names a killed worker only when it gives up.
     Case("rank 0", "connects", "KILL", launcher="torchrun"),
     Case("rank 1", "connects", "KILL", launcher="torchrun"),
     stopped(0, "connects", "torchrun"),
@@ -113,7 +114,7 @@ INTERRUPTED = [
     Case("fork server", "saving", "INT INT"),
     Case("rank 1", "first step", "INT INT", launcher="spawn"),
 ]
-# The quickest and most telling ones; the others are slow tests.
+# The quickest and most informative cases. All others are slow tests.
 CHOSEN = {
     "STOP rank 1, forked",
     "KILL rank 0, connects",
@@ -132,7 +133,7 @@ CHOSEN = {
 
 
 def each(cases: list[Case]) -> list:
-    """Return the parameters of a test."""
+    """Return the cases as parameters of a test, with their marks."""
     parameters = []
     for case in cases:
         marks = [] if str(case) in CHOSEN else [pytest.mark.slow]
@@ -142,7 +143,7 @@ def each(cases: list[Case]) -> list:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Return the bits of the undisturbed run of a case."""
+    """Return a function that runs a case without its fault and returns the bits."""
     done = {}
 
     def get(case: Case):
@@ -159,7 +160,9 @@ def undisturbed(tmp_path_factory):
 
 @contextlib.contextmanager
 def held(case: Case, cwd: Path) -> Iterator[tuple[HeldJob, Outcome]]:
-    """Start the run of a case, and wait until it is held; report the outcome, and kill the rest."""
+    """Start the run of a case and wait until it is held. At the end, report the outcome and kill
+    the remaining processes.
+    """
     outcome = Outcome(case.process, case.stage, case.signal, case.launcher)
     job = HeldJob(case, cwd)
     try:
@@ -174,7 +177,7 @@ def held(case: Case, cwd: Path) -> Iterator[tuple[HeldJob, Outcome]]:
 
 
 def check_end(job: HeldJob, outcome: Outcome, reference) -> None:
-    """Check that nothing is left; complete the run if it is not, and compare its bits."""
+    """Check that no process is left. Complete the run if necessary, and compare its bits."""
     assert in_time(job.is_over, PATIENCE_S), [describe(pid) for pid in processes_in(job.cwd)]
     if job.job.process.returncode != 0 or last_bits(job.cwd)[0] != reference[0]:
         assert run_undisturbed(job.case, job.cwd) == 0
@@ -184,9 +187,10 @@ def check_end(job: HeldJob, outcome: Outcome, reference) -> None:
 
 @pytest.mark.parametrize("case", each([*RANKS, *TORCHRUN, *STORES, *SERVERS, *LOADERS]))
 def test_the_run_restarts(case, tmp_path, undisturbed):
-    """A line names who, and the bits are those of the undisturbed run.
+    """A line names the process, and the bits equal those of the undisturbed run.
 
-    What does no harm to the ranks, as a killed store at the exit, may go unnoticed.
+    A fault that does not harm the ranks may go unnoticed, such as a store that is killed at the
+    exit.
     """
     reference = undisturbed(case)
     with held(case, tmp_path) as (job, outcome):
@@ -233,7 +237,7 @@ def check_gone(job: HeldJob, outcome: Outcome, since: float) -> None:
 
 @pytest.mark.parametrize("case", each(TERMINATED))
 def test_sigterm_while_a_process_is_stopped(case, tmp_path, undisturbed):
-    """What is alive after the grace period is killed."""
+    """Processes that are alive after the grace period are killed."""
     reference = undisturbed(case)
     with held(case, tmp_path) as (job, outcome):
         job.inject(signal.SIGSTOP)
@@ -246,9 +250,9 @@ def test_sigterm_while_a_process_is_stopped(case, tmp_path, undisturbed):
 
 
 def check_exit_code(job: HeldJob, number: signal.Signals) -> None:
-    """Check that the exit code is that after a signal; 0 if there was nothing left to do."""
+    """Check that the exit code is the one after a signal, or 0 if there was nothing left to do."""
     code = job.job.process.returncode
-    if job.case.stage == "imports" and code == -number:  # before the launcher handles it
+    if job.case.stage == "imports" and code == -number:  # the launcher had no handler yet
         return
     is_stopped_rank = job.case.process.startswith("rank")
     may_complete = job.case.stage in STAGES_AFTER_RESULT or not is_stopped_rank
@@ -257,15 +261,15 @@ def check_exit_code(job: HeldJob, number: signal.Signals) -> None:
 
 @pytest.mark.parametrize("case", each(INTERRUPTED))
 def test_the_second_ctrl_c_ends_everything(case, tmp_path, undisturbed):
-    """Whatever the ranks are doing: they stay where they are held."""
+    """The ranks need not reach any other point: they stay where they are held."""
     reference = undisturbed(case)
     with held(case, tmp_path) as (job, outcome):
         if case.process != "none":
             job.inject(signal.SIGSTOP)
         os.killpg(job.job.process.pid, signal.SIGINT)
-        time.sleep(BETWEEN_S)
+        time.sleep(CTRL_C_INTERVAL_S)
         sent_at = time.monotonic()
-        with contextlib.suppress(ProcessLookupError):  # one was enough
+        with contextlib.suppress(ProcessLookupError):  # the first Ctrl-C may have been enough
             os.killpg(job.job.process.pid, signal.SIGINT)
         check_gone(job, outcome, sent_at)
         assert "Traceback" not in job.job.text()

@@ -1,6 +1,4 @@
-"""A rank that hangs is named on all ranks, with what it was doing, before the collectives of the
-others time out.
-"""
+"""Check that all ranks name a hanging rank and its activity before their collectives time out."""
 
 from __future__ import annotations
 
@@ -14,9 +12,10 @@ from holding import SCORES, SETTINGS, STEPS, HeldRun, pause_at, with_scores, wor
 from launching import committed, is_running, python_main, torchrun, wait_for, with_code
 from runs import train, weights
 
-# With it step 8 is committed when step 9 has been taken.
+# Without background saves, step 8 is committed before step 9 is taken.
 SAVES = [*SETTINGS, "snapshot.every_steps=4", "snapshot.background=false"]
-# Rank <rank> sleeps before step 10; <again>: at every attempt, not just the first.
+# Rank <rank> sleeps before step 10. If <again> is True, it does so in every attempt, otherwise only
+# in the first.
 SLEEP = """
 def reach(step, rank):
     if step == 10 and rank == <rank> and (<again> or not (HERE / "slept").exists()):
@@ -28,7 +27,10 @@ STALLED = r"error: rank {} has stalled for \d+ s while in a hook of @acts\('upda
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """Return the weights of the uninterrupted run, by number of ranks."""
+    """Return a function that trains an uninterrupted run on a number of ranks.
+
+    It returns the weights.
+    """
 
     def get(ranks: int) -> bytes:
         root = tmp_path_factory.mktemp("uninterrupted")
@@ -48,7 +50,7 @@ def sleep(rank: int, again: bool) -> str:
 
 
 def check_first_error(run: Path, rank: int, reason: str) -> None:
-    """Check that a rank's first error is `reason`, and not that its collective has timed out."""
+    """Check that a rank's first error is `reason`, and not a collective that has timed out."""
     text = (run / f"main.rank{rank}.log").read_text()
     errors = re.findall(r"^\S+ \S+ ERROR (error: .*)$", text, re.M)
     assert errors, f"rank {rank} reported no error"
@@ -97,8 +99,8 @@ def test_a_stopped_worker_is_killed_and_the_run_resumes(tmp_path, uninterrupted)
     assert weights(run) == uninterrupted(2)
 
 
-# Rank 1 fails in step 10, once over all attempts, while rank 0 is where the handler of SIGTERM,
-# which is Python, cannot run: as in a CUDA call, which waits for the failed rank.
+# Rank 1 fails in step 10, once over all attempts. Meanwhile rank 0 is blocked outside of Python, so
+# that the SIGTERM handler cannot run, as in a CUDA call that waits for the failed rank.
 BLOCKED = """
 def block():
     lock = ctypes.CDLL(None).pthread_mutex_lock  # no signal interrupts it
@@ -116,7 +118,7 @@ def forward_begins(step, training):
         touch("failed")
         raise RuntimeError("broken")
 """
-# The snapshot of step 8 is committed seconds after the failure.
+# The snapshot of step 8 is committed some seconds after the failure.
 SLOW_COMMIT = """
 import time
 from pathlib import Path
@@ -149,7 +151,7 @@ def start_blocked(launcher: str, cwd: Path, when: str, **extra: str) -> HeldRun:
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_rank_blocked_outside_of_python_leaves_after_a_failure(tmp_path, launcher):
-    """Its launcher would kill it 30 s later."""
+    """Otherwise its launcher would kill it 30 s later."""
     run = tmp_path / "outputs" / "run"
     held = start_blocked(launcher, tmp_path, '(HERE / "blocked")')
     assert held.wait() == 0, held.job.text()
@@ -172,7 +174,7 @@ def test_a_blocked_rank_first_commits_its_snapshot(tmp_path):
     assert "rank 0 is blocked here" in (run / "main.rank0.log").read_text()
 
 
-# Rank 1 hangs before its update of step 9, while rank 0 waits for what it sends, for longer.
+# Rank 1 hangs before its update in step 9. Rank 0 has waited for its data for even longer.
 HANG = """
 @acts("gradients")
 def late(step, gradients):

@@ -1,4 +1,7 @@
-"""Sweeps: edited, longer, preempted, of the same name; contract/ has kills and jobs that fail."""
+"""Check sweeps that are edited, made longer, preempted, or have the name of another sweep.
+
+The contract tests check kills and failing jobs.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def single_process(*overrides: str) -> list[str]:
 
 
 def finished(sweep: Path) -> dict[str, tuple[float, bytes, int]]:
-    """Return loss, weights and number of starts of the complete jobs, by directory name."""
+    """Return the loss, weights and number of starts of each complete job by directory name."""
     done = {}
     for path in sweep.glob("*/result.json"):
         job, result = path.parent, read_result(path.parent)
@@ -47,8 +50,9 @@ def finished(sweep: Path) -> dict[str, tuple[float, bytes, int]]:
 
 
 def test_an_edited_and_a_longer_sweep(tmp_path):
-    """Another value, a default that is now swept, another spelling: the two finished jobs are
-    skipped. With more steps they go on.
+    """The edit adds a value and a swept default, and spells other values differently.
+
+    The two finished jobs are skipped. With more steps, they continue.
     """
     sweep = tmp_path / "outputs" / "sweep"
     two = [*SHORT, "run.name=sweep", "optimizer.lr=1e-3,2e-3"]
@@ -71,7 +75,7 @@ def test_keys_outside_the_digest_still_distinguish_jobs(tmp_path):
     succeed(single_process(*SHORT, "trainer.max_steps=2,4"), tmp_path)
     runs = [path.parent for path in (tmp_path / "outputs").glob("*/result.json")]
     assert sorted(read_result(run)["step"] for run in runs) == [2, 4]
-    # the same values in another spelling
+    # The values are the same, but spelled differently.
     text = succeed(single_process(*SHORT, "trainer.max_steps=2.0,4e0"), tmp_path)
     assert "sweep: 2 jobs, 2 already complete, 0 failed" in text
 
@@ -90,8 +94,9 @@ def test_resume_never(tmp_path):
 
 
 def test_a_signal_after_the_last_step_ends_the_sweep(tmp_path):
-    """The current job is complete nevertheless, and the next one does not start, or is preempted if
-    the signal comes so late.
+    """The current job still completes, and the next job does not start.
+
+    If the signal comes too late for that, the next job is preempted.
     """
     job = Job(single_process(*TINY, "run.name=sweep", "run.seed=1,2"), tmp_path)
     wait_for(lambda: "step 12: validation loss" in job.text(), what="the last evaluation")
@@ -119,7 +124,7 @@ def test_a_preempted_sweep_saves_and_starts_no_other_job(launch, tmp_path):
         lambda: any(last_step(run) > 5 for run in sweep.glob("run.seed=1-*")), what="the first job"
     )
     job.process.send_signal(signal.SIGTERM)
-    # torchrun's own code is 1
+    # torchrun exits with 1 whatever its workers' codes are.
     assert job.wait() == (1 if launch is ranks_in_lockstep else 0), job.text()
     (run,) = sweep.glob("run.seed=*")
     result = read_result(run)
@@ -133,13 +138,13 @@ from hydra.experimental.callback import Callback
 
 class Print(Callback):
     def on_job_end(self, config, job_return, **kwargs):
-        if config.hydra.mode.name == "MULTIRUN":  # not of a worker
+        if config.hydra.mode.name == "MULTIRUN":  # a worker of a job has another mode
             os.write(1, f"returned {job_return.return_value!r}\\n".encode())
 """
 
 
 def returned(command: list[str], cwd: Path) -> tuple[str, list[float]]:
-    """Run a sweep; return its output, and what its jobs return to Hydra."""
+    """Run a sweep. Return its output, and the value that each job returns to Hydra."""
     (cwd / "printing.py").write_text(RETURNS)
     command = [*command, "+hydra.callbacks.print._target_=printing.Print"]
     printed = succeed(command, cwd, PYTHONPATH=os.pathsep.join([str(cwd), str(ROOT)]))
@@ -148,8 +153,9 @@ def returned(command: list[str], cwd: Path) -> tuple[str, list[float]]:
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_tokenizers_are_ranked_by_bits_per_byte(workers, tmp_path):
-    """Of letters of two bytes, the first almost certain: a loss per byte is lower than one per
-    character.
+    """The letters of the text have two bytes, and the first byte is easy to predict.
+
+    So the loss per byte is lower than the loss per character, and the two cannot be compared.
     """
     letters = random.Random(0).choices("αβγδεζηθ", k=8000)
     (tmp_path / "greek.txt").write_text("".join(letters))
@@ -183,7 +189,7 @@ def test_tokenizers_are_ranked_by_bits_per_byte(workers, tmp_path):
 
 
 def test_values_in_pairs(tmp_path):
-    """Two lists side by side, in all combinations with a third."""
+    """Two lists of values are paired, and each pair is combined with each value of a third list."""
     pairs = ["optimizer.lr=1e-3,2e-3", "model.n_embd=24,48"]
     words = [*SHORT, "sweep.zip=[optimizer.lr,model.n_embd]", *pairs, "run.seed=1,2"]
     command = single_process(*words, "run.name=sweep")
@@ -213,8 +219,8 @@ class Count(Callback):
         counts = [tensors, handlers, threading.active_count(), runs, len(files)]
         rank = os.environ.get("RANK", "0")
         line = " ".join(["left", rank, *map(str, counts)])
-        os.write(1, f"{line}\\n".encode())  # one write: the other rank prints at the same time
-        # Wait for the other rank: behind the last job rank 0's exit code has torchrun end it.
+        os.write(1, f"{line}\\n".encode())  # one write, since the other rank prints at the same time
+        # Wait for the other rank. After the last job, torchrun ends it because of rank 0's exit code.
         counted = [f"counted-{config.hydra.job.num}-{r}" for r in range(int(os.environ.get("WORLD_SIZE", "1")))]
         open(counted[int(rank)], "w").close()
         while not all(map(os.path.exists, counted)):
@@ -226,9 +232,7 @@ class Count(Callback):
     "launch", [pytest.param(ranks_in_lockstep, marks=pytest.mark.slow), single_process]
 )
 def test_nothing_leaks_into_the_next_job(launch, tmp_path):
-    """Tensors, log handlers, threads and open files do not accumulate, also after a job that
-    fails.
-    """
+    """Tensors, log handlers, threads and open files do not accumulate, even after a failed job."""
     (tmp_path / "counting.py").write_text(COUNT)
     overrides = [*SHORT, "run.name=sweep", "optimizer.lr=1e-3,1e30,2e-3,3e-3,4e-3"]
     overrides.append("+hydra.callbacks.count._target_=counting.Count")
@@ -245,8 +249,8 @@ def test_nothing_leaks_into_the_next_job(launch, tmp_path):
         assert len(left) == 5, done.stdout
         tensors, handlers, threads, runs, files = zip(*left, strict=True)
         assert tensors == handlers == runs == (0,) * 5, left
-        # A connection or thread of torch may take a moment to close; a leak of one per job would be
-        # three more.
+        # A connection or thread of torch may take a moment to close. A leak of one per job would
+        # add three.
         assert threads[-1] <= threads[1] + 1 and files[-1] <= files[1] + 2, left
 
 
@@ -256,8 +260,8 @@ def test_nothing_leaks_into_the_next_job(launch, tmp_path):
 )
 @pytest.mark.slow
 def test_a_compiled_job_after_an_eager_one_equals_a_single_run(tmp_path):
-    """What torch caches in the first job of a process, without its compiler, does not affect the
-    second.
+    """The first job of a process does not use torch's compiler. What torch caches in it does not
+    affect the second job.
     """
     overrides = [*TINY, "model.n_layer=1", "trainer.device=cpu", "trainer.max_steps=4"]
     succeed(single_process(*overrides, "trainer.compile=false,true", "run.name=sweep"), tmp_path)
@@ -284,7 +288,7 @@ def test_two_sweeps_of_the_same_name_do_not_run_concurrently(tmp_path):
 
 
 def test_an_invalid_combination_fails_the_sweep_of_another_sweeper(tmp_path):
-    """Each value is valid with the first values of the other keys."""
+    """Each value is valid by itself, together with the first values of the other keys."""
     sizes = ["model.n_embd=24,36", "model.n_head=6,8", "model.n_layer=1", "trainer.max_steps=1"]
     words = [*TINY, "hydra/sweeper=basic", "run.name=sweep", *sizes]
     *_, last = fail(single_process(*words), tmp_path).splitlines()

@@ -1,4 +1,4 @@
-"""Other tasks than language models, as a user runs them: kills, world sizes, metrics, recipes."""
+"""Check tasks other than language models: kills, numbers of ranks, metrics and recipes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 pytest.importorskip("sklearn")
 
-STEPS = 60  # 13 an epoch
+STEPS = 60  # an epoch has 13 steps
 CONVNET = [
     WITH_DIGITS,
     "experiment=digits_convnet",
@@ -33,8 +33,9 @@ def train(cwd: Path, *overrides: str, ranks: int = 1) -> dict:
 
 
 def test_killed_with_augmentation_and_loader_processes(tmp_path):
-    """SIGKILL of a rank, then of all processes, in the middle of epochs: byte for byte the
-    uninterrupted run.
+    """SIGKILL hits a rank and then all processes, in the middle of epochs.
+
+    The run equals the uninterrupted run byte for byte.
     """
     train(tmp_path / "uninterrupted", "data.num_workers=2", ranks=2)
     command = [*python_main(), *CONVNET, "ddp.nproc_per_node=2", "data.num_workers=1"]
@@ -55,13 +56,13 @@ def test_killed_with_augmentation_and_loader_processes(tmp_path):
 
 
 def test_killed_between_the_last_snapshot_and_the_test_split(tmp_path):
-    """Run again, the test metrics and the end of the run are recorded, once."""
+    """A second start records the test metrics and the end of the run, each once."""
     settings = [WITH_TOY, "experiment=toy", "trainer.max_epochs=1", "run.name=run"]
     succeed([*python_main(), *settings], tmp_path)
     run = tmp_path / "outputs" / "run"
     lines, before = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True), read_result(run)
     assert b"test_loss" in lines[-2] and b"complete" in lines[-1]
-    (run / "metrics.jsonl").write_bytes(b"".join(lines[:-2]))  # as a kill before leaves it
+    (run / "metrics.jsonl").write_bytes(b"".join(lines[:-2]))  # the state after a kill
     (run / "result.json").unlink()
     for _ in range(2):
         succeed([*python_main(), *settings], tmp_path)
@@ -73,7 +74,7 @@ def test_killed_between_the_last_snapshot_and_the_test_split(tmp_path):
 
 @pytest.mark.slow
 def test_statistics_over_all_ranks(tmp_path):
-    """1, 2 and 3 ranks train the same model, and evaluate every one of 200 and 300 samples once."""
+    """1, 2 and 3 ranks train the same model, and evaluate each of 200 or 300 samples once."""
     one, two, three = (train(tmp_path / str(n), ranks=n) for n in (1, 2, 3))
     for name in ("val_loss", "val_accuracy", "test_loss", "test_accuracy"):
         assert one[name] == pytest.approx(two[name], abs=1e-5)
@@ -82,7 +83,7 @@ def test_statistics_over_all_ranks(tmp_path):
 
 
 def test_unequal_micro_batches_are_refused(tmp_path):
-    """And what does not fit the model."""
+    """Samples that do not fit the model are refused too."""
     batch = "ddp.sync_batchnorm=true needs one micro-batch per rank; make trainer.batch_size=96"
     blocks = "trainer.activation_checkpointing=true needs a model with an nn.ModuleList"
     for word, expected in (
@@ -90,7 +91,7 @@ def test_unequal_micro_batches_are_refused(tmp_path):
         ("trainer.activation_checkpointing=true", blocks),
     ):
         text = fail([*python_main(), *CONVNET, word], tmp_path)
-        # A slow machine says before it that it is loading the data.
+        # On a slow machine, an earlier line says that the data is being loaded.
         (line,) = [line for line in text.splitlines() if "error" in line]
         assert line.startswith(f"config error: {expected}")
         assert not (tmp_path / "outputs").exists()
@@ -98,7 +99,7 @@ def test_unequal_micro_batches_are_refused(tmp_path):
 
 @pytest.mark.slow
 def test_the_convnet_recipe(tmp_path):
-    """Its metrics reach the log, TensorBoard, metrics.jsonl and result.json."""
+    """The metrics are in the log, TensorBoard, metrics.jsonl and result.json."""
     recipe = [WITH_DIGITS, "experiment=digits_convnet", "ddp.nproc_per_node=2", "run.name=run"]
     text = succeed([*python_main(), *recipe], tmp_path)
     run = tmp_path / "outputs" / "run"
@@ -127,5 +128,5 @@ def test_the_convnet_recipe(tmp_path):
         "code=examples/digits/digits.py",
     ]
     measured = json.loads(call(evaluate, Path(__file__).resolve().parents[2]).stdout)
-    # trained in another precision
+    # The run was trained in another precision.
     assert measured["accuracy"] == pytest.approx(result["test_accuracy"], abs=0.02)

@@ -1,5 +1,6 @@
-"""Train on shards of token ids without a tokenizer: exact after SIGKILL, and what the commands
-make of the run.
+"""Train on shards of token ids without a tokenizer, and use the run in other commands.
+
+SIGKILL does not change the bits.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def test_token_ids_without_a_tokenizer(tmp_path):
     said = "300 distinct; without data.tokenizer there are no samples and no bits per byte\n"
     assert text.count(said) == 1 and "a sample" not in text
     names = {path.name for path in whole.glob("cache/*/*")}
-    assert names == {"meta.json"}  # no copies
+    assert names == {"meta.json"}  # the shards are not copied
     result = read_result(whole / "outputs/run")
     assert "bits_per_byte" not in result
 

@@ -1,5 +1,6 @@
-"""Train on BPE tokens of two weighted sources: exact after SIGKILL, and what the commands make of
-the run.
+"""Train on BPE tokens of two weighted sources, and use the run in other commands.
+
+SIGKILL does not change the bits.
 """
 
 from __future__ import annotations
@@ -49,10 +50,8 @@ def trained(tmp_path_factory) -> Path:
     return cwd
 
 
-def test_killed_and_resumed_it_is_the_same_byte_for_byte(trained, tmp_path):
-    """Also if the encoded text and the source of the tokenizer are gone: it is that of the
-    snapshot.
-    """
+def test_a_killed_run_resumes_to_the_same_bytes(trained, tmp_path):
+    """The encoded text and the tokenizer's file may be gone. The snapshot has the tokenizer."""
     cwd = texts(tmp_path / "killed")
     run = cwd / "outputs/run"
     kill_before(8, [*python_main(), *SETTINGS], cwd, lambda: committed(run))
@@ -70,7 +69,7 @@ def test_the_result_compares_tokenizers(trained):
     result = read_result(trained / "outputs/run")
     assert result["bits_per_byte"] == result["val_bits_per_byte"] < result["bits_per_char"]
     assert math.isfinite(result["val_wiki_loss"])
-    # it is ASCII
+    # The text is ASCII, so a byte is a character.
     assert result["val_wiki_bits_per_byte"] == pytest.approx(result["val_wiki_bits_per_char"])
     values = json.loads((trained / "outputs/run/tokenizer.json").read_text())
     assert len(values["model"]["vocab"]) == 300

@@ -1,4 +1,4 @@
-"""Trackers after two kills -9: the reader of each library sees one run with every step once."""
+"""Check trackers after two SIGKILLs: each library's reader sees one run with each step once."""
 
 from __future__ import annotations
 
@@ -52,20 +52,19 @@ def databases(cwd: Path) -> list[Path]:
 
 
 def stored(database: Path) -> int:
-    """Return the last step in a library's table of metrics; 0 if there is none."""
+    """Return the last step in a library's table of metrics, or 0 if there is none."""
     try:
         with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
             return connection.execute("SELECT MAX(step) FROM metrics").fetchone()[0] or 0
-    except sqlite3.OperationalError:  # there is no table yet, or it is locked
+    except sqlite3.OperationalError:  # there is no table yet, or the database is locked
         return 0
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory with a run that was killed twice after all trackers had got steps, and two last
-    attempts.
+    """Make a run that is killed twice, each time after all trackers have received steps.
 
-    The first of these completes the run, the second finds it complete.
+    Then the run is completed, and the same command is started once more.
     """
     if not TRACKERS:
         pytest.skip("none of wandb, mlflow, trackio is installed")
@@ -96,7 +95,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def send_all(command: list[str], cwd: Path, **environment: str) -> None:
-    """Run a command again until nothing is left to send: a busy machine may need several runs."""
+    """Repeat a command until no step is left to send. A busy machine may need several runs."""
     for _ in range(5):
         text = succeed(command, cwd, **environment)
         if "lacks the last steps" not in text:
@@ -105,7 +104,7 @@ def send_all(command: list[str], cwd: Path, **environment: str) -> None:
 
 
 def read_wandb(cwd: Path) -> dict[str, Points]:
-    """Read the log of an offline run: records of W&B's protobuf schema in LevelDB's log format."""
+    """Read the log of an offline run: records in W&B's protobuf schema and LevelDB's log format."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     runs: dict[str, Points] = {}
@@ -120,7 +119,7 @@ def read_wandb(cwd: Path) -> dict[str, Points]:
             _, size, kind = struct.unpack("<IHB", content[position : position + 7])
             part += content[position + 7 : position + 7 + size]
             position += 7 + size
-            if kind in (1, 4):  # the whole record, or its last part
+            if kind in (1, 4):  # this is a whole record, or its last part
                 record, part = Record.FromString(part), b""
                 if record.WhichOneof("record_type") == "history":
                     items = {
@@ -179,7 +178,8 @@ def test_one_run_has_every_step_once(
     killed: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(killed / "trackio"))  # read when the library is imported
+    # The library reads this variable when it is imported.
+    monkeypatch.setenv("TRACKIO_DIR", str(killed / "trackio"))
     pytest.importorskip(name)
     (points,) = read(killed).values()
     history = read_history(killed / "outputs" / "run")
@@ -191,8 +191,8 @@ def test_one_run_has_every_step_once(
 
 
 @pytest.mark.skipif("mlflow" not in TRACKERS, reason="needs mlflow")
-def test_a_server_that_is_away_does_not_fail_the_run(tmp_path):
-    """Nothing listens on port 9. The same command sends the steps once it can."""
+def test_an_unreachable_server_does_not_fail_the_run(tmp_path):
+    """Nothing listens on port 9. The same command sends the steps once a server is there."""
     away = [
         *python_main(),
         *TINY,
@@ -210,7 +210,7 @@ def test_a_server_that_is_away_does_not_fail_the_run(tmp_path):
 
 @pytest.mark.skipif("mlflow" not in TRACKERS, reason="needs mlflow")
 def test_a_server_that_never_answers_does_not_fail_the_run(tmp_path):
-    """It takes connections and is silent, and the library would wait longer than the run takes."""
+    """The server accepts connections and is silent. The library would wait longer than the run."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         command = [

@@ -1,4 +1,4 @@
-"""transformers loads an export: the same logits, the same text, the same continuation."""
+"""Check that transformers loads an export, and gives the same logits, texts and continuations."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from mingpt_ddp.snapshots.read.load_model import load_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]  # the first test trains all models
 
-# Line ends, spaces of every width, a combining accent, astral characters, and what tokenizers treat
-# as special.
+# The text has line ends, spaces of every width, a combining accent, astral characters, and
+# characters that tokenizers treat as special.
 CYCLE = "\n\r\tthe quick  brown\u00a0\u3000fox e\u0301é😀\u200d\x00\x85\"'<|/>#[]Ġ▁ jumps\n\n over,"
 TEXT = CYCLE * 200
-PROMPT = 8  # tokens
-# By case: the overrides of a run. All exports are loaded by one process, since transformers takes
-# long to import.
+PROMPT_TOKENS = 8
+# The overrides of a run by the name of the case. One process loads all exports, since transformers
+# takes long to import.
 CASES = {
     "gpt": ["model=gpt_nano", "optimizer.lr=1e-2"],
     "biases": [
@@ -92,15 +92,18 @@ for directory in sys.argv[1:]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """Return by case the run, and what transformers makes of its export and of the text, in a
-    process without ours.
+    """Train and export all cases. Load the exports with transformers, in a process that cannot
+    import the package.
+
+    Returns:
+        The run and the results of transformers by the name of the case.
     """
     cwd = tmp_path_factory.mktemp("exports")
     (cwd / "text.txt").write_text(TEXT, encoding="utf-8", newline="")
     small = [
         "data=text_file",
         "data.path=text.txt",
-        "data.format=text",  # in spite of its NUL characters
+        "data.format=text",  # needed because the text has NUL characters
         "data.truncate=1",
         "data.block_size=208",
         "trainer.max_steps=80",
@@ -121,7 +124,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dic
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_batch_of_texts_of_unequal_length(name, found):
-    """Padding changes no logits, no continuation and no text, and adds no row to the embedding."""
+    """Padding changes no logits, continuations or texts, and adds no row to the embedding."""
     run, theirs = found[name]
     assert theirs["difference"] < 1e-5
     assert theirs["generated"] == [True] * 3
@@ -130,7 +133,7 @@ def test_a_batch_of_texts_of_unequal_length(name, found):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_transformers_saves_is_read_again(name, found):
+def test_files_saved_by_transformers_are_read_again(name, found):
     run, theirs = found[name]
     weights = read_initial_weights(str(run.parents[1] / "saved" / "exports" / name))
     assert tokenizer_from_state(weights.state).encode(TEXT) == theirs["tokens"]
@@ -143,7 +146,7 @@ def test_what_transformers_saves_is_read_again(name, found):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_transformers_gives_the_same(name, found):
+def test_transformers_gives_the_same_results(name, found):
     run, theirs = found[name]
     assert theirs["ours"] == []
     assert theirs["model"] == ("ModernForCausalLM" if "modern" in name else "GPT2LMHeadModel")
@@ -154,7 +157,8 @@ def test_transformers_gives_the_same(name, found):
     with torch.no_grad():
         torch.testing.assert_close(torch.tensor(theirs["logits"]), ours(x)[0], atol=1e-4, rtol=0)
     new = [
-        int(token) for token in generate(ours, x[:, :PROMPT], 200, SamplingParams(temperature=0))
+        int(token)
+        for token in generate(ours, x[:, :PROMPT_TOKENS], 200, SamplingParams(temperature=0))
     ]
-    assert len({*new}) > 3  # it has learnt the text
+    assert len({*new}) > 3  # the model has learnt the text
     assert theirs["new"] == new and theirs["continuation"] == tokenizer.decode(new)

@@ -1,6 +1,7 @@
-"""The lowest transformers that setup.cfg allows, the installed one and the newest run an export.
+"""Run exports in three versions of transformers.
 
-The models are random: tests/e2e/test_transformers.py has trained ones.
+They are the lowest version that setup.cfg allows, the installed version and the newest one. The
+models are random. tests/e2e/test_transformers.py uses trained models.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MODELS = {
     "modern": ["model=modern_nano"],
     "ngrams": ["model=modern_nano", "model.ngram_rows=64"],
 }
-# Contexts of 16 tokens. `lengths` are those of the calls of `forward` during `generate`.
+# Contexts have 16 tokens. `lengths` are the lengths of the inputs of `forward` during `generate`.
 SCRIPT = """
 import json, sys, torch, transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -67,7 +68,7 @@ for name in ("gpt", "modern", "ngrams"):
         continue
     longer = {**greedy, "max_new_tokens": 25}
     new["moving"], _ = lengths_of(lambda: model.generate(tokens, **longer))
-    if not transformers.__version__.startswith("4."):  # which knows no cache of others
+    if not transformers.__version__.startswith("4."):  # version 4 accepts no other cache
         start = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
         begun = model.generate(tokens[:, :5], **start)
         key = "cache" if "cache" in begun else "past_key_values"
@@ -105,7 +106,7 @@ from transformers import AutoModelForCausalLM
 
 for name in sys.argv[1:]:
     model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True).eval()
-    model.config.use_cache = False  # logits alone
+    model.config.use_cache = False  # the graph returns only logits
     tokens = torch.arange(7).repeat(2, 1)
     given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     sizes = {0: "batch", 1: "length"}
@@ -129,7 +130,7 @@ for name in sys.argv[1:]:
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the exports."""
+    """Make a directory with the exports."""
     directory = tmp_path_factory.mktemp("exports")
     snapshots = {
         name: random_snapshot(CharTokenizer("abcdefghijklmnopqrstuvwxyz\n"), *words)
@@ -144,7 +145,11 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(script: str, exports: Path, *args: str, packages: str = "") -> str:
-    """Return what a script prints in a process without ours, with other packages first."""
+    """Run a script in a process that cannot import the package. Return its output.
+
+    Args:
+        packages: Directory of packages that take precedence over the installed ones.
+    """
     home = str(exports / "hf")
     env = environment(exports, HF_HOME=home, HF_HUB_OFFLINE="1", PYTHONPATH=packages)
     done = subprocess.run(
@@ -161,7 +166,7 @@ def lowest() -> str:
     return f"transformers=={bound.version}"
 
 
-# The others come from a package index, and another newest one may come any day.
+# Other versions come from a package index, and a new version may appear any day.
 VERSIONS = [
     pytest.param("lowest", marks=pytest.mark.slow),
     pytest.param("installed", marks=pytest.mark.integration),
@@ -171,7 +176,7 @@ VERSIONS = [
 
 @pytest.fixture(scope="module", params=VERSIONS)
 def found(request, exports, tmp_path_factory) -> dict[str, Any]:
-    """What a version of transformers makes of the exports; it does not require torch."""
+    """Load the exports with a version of transformers. pip does not install torch with it."""
     if request.param == "installed":
         return json.loads(run(SCRIPT, exports))
     wanted = lowest() if request.param == "lowest" else "transformers"
@@ -190,16 +195,16 @@ def found(request, exports, tmp_path_factory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_each_token_is_read_once(model, found):
-    """The prompt, then one token at a time: the cache holds what is before."""
+    """The model reads the prompt, then one token at a time. The cache holds all earlier tokens."""
     assert found[model]["lengths"] == [11, 1, 1, 1, 1]
     assert all(found[model]["same"])
 
 
 @pytest.mark.parametrize("model", ["modern", "ngrams"])
-def test_a_context_that_is_full_moves_on(model, found):
+def test_a_full_context_is_shifted(model, found):
     ones = [1] * 7
     assert found[model]["moving"] == [11, 1, 1, 1, 1, 1, 8, *ones, 1, 8, *ones, 1, 8]
-    assert found[model].get("again", [11])[0] == 11  # a text that has grown is read again
+    assert found[model].get("again", [11])[0] == 11  # a longer text is read from its beginning
 
 
 @pytest.mark.parametrize("model", ["modern", "ngrams"])
@@ -215,7 +220,7 @@ def test_a_graph_of_torch_export_takes_any_length(model, found):
     assert max(found[model]["differences"]) < 1e-5
 
 
-def test_the_end_of_a_text(found):
+def test_generation_stops_at_the_end_token(found):
     assert found["names"] == [END, END]
     end = bpe_with_special(END).vocab_size - 1
     assert found["ids"] == [end] * 6
@@ -226,7 +231,7 @@ def test_the_end_of_a_text(found):
     "model",
     [
         pytest.param("ngrams", marks=pytest.mark.integration),
-        # the same file of code, and one that is not ours
+        # The first uses the same file of code as ngrams, and the second uses code of transformers.
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("modern", "gpt")),
     ],
 )

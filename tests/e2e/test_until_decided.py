@@ -1,4 +1,4 @@
-"""`until=decided`: seeds are trained until a difference is decided; a decision stands."""
+"""Check `until=decided`: it trains seeds until a difference is decided, and a decision stands."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def compare(where: Path, *words: str) -> str:
     return succeed(tool("report", "outputs/lr", "compare", *words), where)
 
 
-def test_killed_it_goes_on_trains_no_seed_twice_and_its_decision_stands(tmp_path):
+def test_after_a_kill_no_seed_is_trained_twice_and_the_decision_stands(tmp_path):
     sweep = tmp_path / "outputs" / "lr"
     command = [*python_main(), "-m", *SWEEP]
 
@@ -61,7 +61,7 @@ def test_killed_it_goes_on_trains_no_seed_twice_and_its_decision_stands(tmp_path
     said = compare(tmp_path)
     assert "lr=0.01 is better than lr=1e-7 by " in said
     assert f"sequential test after {n} paired seeds" in said and "until=decided" in said
-    # The results of the other setting are now the better ones, but what was decided stands.
+    # The results of the other setting are now better, but the decision stands.
     for path in sweep.glob("optimizer.lr=1e-07,*/result.json"):
         result = json.loads(path.read_text())
         path.write_text(json.dumps({**result, "val_loss": 0.5}))
@@ -75,7 +75,7 @@ def test_killed_it_goes_on_trains_no_seed_twice_and_its_decision_stands(tmp_path
 
 
 @pytest.mark.parametrize("way", ["concurrent", "lock-step"])
-def test_other_ways_to_run_the_jobs_decide_the_same(way, tmp_path):
+def test_other_ways_to_run_the_jobs_reach_the_same_decision(way, tmp_path):
     ways = {
         "concurrent": [*python_main(), "-m", "sweep.parallel=2", "ddp.nproc_per_node=1"],
         "lock-step": [*torchrun(2), "-m"],

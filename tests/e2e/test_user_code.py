@@ -1,4 +1,4 @@
-"""A user's model, optimizer and reader: runs the files and commands of docs/your-own-model.md."""
+"""Check the model, optimizer and reader in docs/your-own-model.md by running its commands."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TWO_RANKS = [*python_main(), "ddp.nproc_per_node=2"]
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Path:
-    """A working directory with the files of the page."""
+    """Make a working directory with the files of the page."""
     cwd = tmp_path_factory.mktemp("project")
     write_files(cwd, page_files())
     with open(cwd / "notes.csv", "w", newline="", encoding="utf-8") as file:
@@ -40,7 +40,7 @@ def project(tmp_path_factory) -> Path:
 
 
 def train(**other: str) -> list[str]:
-    """Return the torchrun command of the page, with the overrides of the tests."""
+    """Return the torchrun command of the page with the overrides of the tests."""
     args = page_commands()[0]
     assert args[:3] == ["torchrun", "--nproc_per_node=2", "main.py"]
     given = dict(arg.split("=", 1) for arg in args[3:]) | SETTINGS | other
@@ -70,8 +70,9 @@ def test_the_page_trains_and_samples(uninterrupted, project):
 
 
 def test_killed_and_resumed_from_another_directory_byte_for_byte(uninterrupted, project, tmp_path):
-    """The file is found through the configuration directory, which the second command spells
-    differently.
+    """The user's file is found through the configuration directory.
+
+    The second command spells the path of this directory differently.
     """
     elsewhere = {"data.path": str(project / "notes.csv"), "run.name": "victim"}
     run = tmp_path / "outputs" / "victim"
@@ -102,7 +103,7 @@ def test_a_sweep_over_a_key_of_the_user(presets, project, tmp_path):
 
 
 def test_an_export_does_not_run_the_code(uninterrupted, tmp_path):
-    """contract/test_user_code.py has what runs it only if the user names it."""
+    """contract/test_user_code.py checks that the code runs only if the user names the file."""
     succeed(tool("snapshots", "export", str(uninterrupted), "to=export"), tmp_path)
     exported = tmp_path / "export" / "model.safetensors"
     assert exported.read_bytes() == weights(uninterrupted, STEPS)
@@ -121,7 +122,7 @@ def average(state, bucket):
 
 
 def test_a_communication_hook(tmp_path):
-    """Two local workers use it; without its file the name is refused."""
+    """Two local workers use the hook. Without its file, its name is refused."""
     (tmp_path / "hooks.py").write_text(HOOK)
     settings = [
         *TINY,

@@ -1,4 +1,7 @@
-"""Errors of a user's code in the middle of training: logs and restarts, beyond contract/."""
+"""Check logs and restarts after errors in a user's code in the middle of training.
+
+The contract tests check the last lines and exit codes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from torch.nn import functional as F
 
 from mingpt_ddp.registry import ModelConfig, register
 
-FAULTS = <faults>  # by step: in how many attempts it fails on the last rank
+FAULTS = <faults>  # for each step, the number of attempts in which the last rank fails there
 HERE = Path(__file__).parent
 
 
@@ -56,7 +59,7 @@ BOOM_LINE = 'raise ValueError(f"boom in {object()}")'
 LINE = MODEL.splitlines().index(f"        {BOOM_LINE}") + 1
 SETTINGS = [each for each in TINY if not each.startswith(("model", "snapshot"))]
 SETTINGS += ["--config-dir=mine", "model=scores", "trainer.device=cpu", "snapshot.every_steps=6"]
-SETTINGS += ["snapshot.background=false"]  # step 6 is committed when step 9 fails
+SETTINGS += ["snapshot.background=false"]  # step 6 must be committed before step 9 fails
 BOOM = rf"ValueError: boom in <object object at \w+> \(mine/mine.py:{LINE}\)"
 TWICE = (
     "this error occurred twice at the same step, so a restart would not help: fix it, then run the"
@@ -86,7 +89,7 @@ def test_the_same_error_at_the_same_step_is_restarted_once(tmp_path, launcher):
     command = [*python_main(), "ddp.nproc_per_node=2"] if by_us else torchrun(2, "--max-restarts=3")
     done = train(tmp_path, command, AGAIN)
     assert done.returncode == (2 if by_us else 1)
-    ours = done.stdout if by_us else done.stdout.partition("Traceback")[0]  # torchrun's own
+    ours = done.stdout if by_us else done.stdout.partition("Traceback")[0]  # without torchrun's
     lines = [line for line in ours.splitlines() if not re.match(r"[WE]\d{4} ", line)]
     expected = rf"(\[rank 1\] )?error: rank 1: {BOOM}, in the forward pass of step 9; {TWICE}.*"
     assert re.fullmatch(expected, lines[-1]), lines[-3:]
@@ -100,7 +103,7 @@ def test_the_same_error_at_the_same_step_is_restarted_once(tmp_path, launcher):
 
 
 def test_errors_at_different_steps_are_restarted(tmp_path):
-    """The run ends with the weights of one without errors."""
+    """The run ends with the weights of a run without errors."""
     local = [*python_main(), "ddp.nproc_per_node=2"]
     done = train(tmp_path / "failing", local, {8: 1, 9: 1})
     assert done.returncode == 0, done.stdout

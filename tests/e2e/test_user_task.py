@@ -1,4 +1,4 @@
-"""A user's task, dataset and model: the second example of docs/your-own-model.md."""
+"""Check the second example in docs/your-own-model.md: a user's task, dataset and model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SETTINGS = [
     "trainer.batch_size=250",
     "trainer.precision=fp32",
 ]
-# 16 steps an epoch
+# An epoch has 16 steps.
 SETTINGS += [
     "optimizer.warmup_steps=4",
     "trainer.log_every=1",
@@ -53,7 +53,7 @@ def trained(project) -> Path:
 
 
 def arguments(*more: str) -> list[str]:
-    """Return the arguments of the page's training command, with those of the tests."""
+    """Return the arguments of the page's training command and the arguments of the tests."""
     args = page_commands(1)[0]
     assert args[:3] == ["torchrun", "--nproc_per_node=2", "main.py"]
     return [*args[3:], *SETTINGS, *more]
@@ -110,7 +110,7 @@ def test_in_a_sweep_with_snapshots_in_s3(project, tmp_path, seaweed):
     assert all("val_accuracy" in result for result in results)
 
 
-def test_what_other_commands_make_of_the_run(trained, project, tmp_path):
+def test_other_commands_use_the_run(trained, project, tmp_path):
     text = error_line(fail(tool("evaluate", str(trained)), project))
     assert "name the Python file that registers it, if you trust it, as in code=my_project" in text
     text = fail(tool("sample", str(trained), "code=my_task/mine.py"), project)
@@ -138,8 +138,8 @@ class Autoencoder(Task):
 """
 
 
-def test_several_losses_are_logged_each(tmp_path):
-    """Their sum is trained; without `metrics`, the evaluation has their means."""
+def test_each_of_several_losses_is_logged(tmp_path):
+    """The run trains their sum. Without a `metrics` method, the evaluation reports their means."""
     preset = "name: autoencoder\ncode: several.py\n"
     write_files(tmp_path / "own", {"several.py": SEVERAL, "task/autoencoder.yaml": preset})
     args = [
@@ -215,7 +215,7 @@ def other(config, group):
         ("other", "code error: the task other must be a subclass of mingpt_ddp.tasks.Task"),
     ],
 )
-def test_a_wrong_task_is_one_line(name, message, tmp_path):
+def test_a_wrong_task_is_reported_in_one_line(name, message, tmp_path):
     preset = f"name: {name}\ncode: wrong.py\n"
     write_files(tmp_path / "own", {"wrong.py": WRONG, "task/wrong.yaml": preset})
     args = [WITH_TOY, "experiment=toy", "task=wrong", "--config-dir=own"]

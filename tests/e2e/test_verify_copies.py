@@ -1,4 +1,4 @@
-"""examples/verify_copies.py: a bit that flips on one rank is named before it is saved."""
+"""Check that examples/verify_copies.py reports a bit flip on one rank before it is saved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from launching import TINY, call, python_main
 from snapshot_helpers import digests
 
 EXAMPLE = EXAMPLES / "verify_copies.py"
-# Once, after step 6, rank 1 flips a low bit of a weight, before the example compares the weights.
+# Rank 1 flips a low bit of a weight after step 6, but only once. Then the example compares the
+# weights.
 HOOKS = f"""
 import os, sys
 from pathlib import Path

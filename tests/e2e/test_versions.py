@@ -1,4 +1,4 @@
-"""Two versions of a user's code are compared; SIGKILL in between costs one job at most."""
+"""Compare two versions of a user's code. A SIGKILL in between costs one job at most."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def git(project: Path, *words: str) -> None:
     subprocess.run(["git", *USER, *words], cwd=project, check=True, capture_output=True)
 
 
-def test_killed_between_two_jobs_it_goes_on_and_says_what_the_change_does(tmp_path):
-    """The change is not committed, and trains nothing: its rates are too low."""
+def test_a_comparison_killed_between_two_jobs_continues_to_its_verdict(tmp_path):
+    """The change is not committed in Git. Its learning rates are too low to train anything."""
     project = tmp_path / "project"
     (project / "recipe").mkdir(parents=True)
     git(project, "init", "-q")
@@ -64,7 +64,7 @@ def test_killed_between_two_jobs_it_goes_on_and_says_what_the_change_does(tmp_pa
         f"{name},run.seed={seed}"
         for seed, name in zip("1122", ["1-HEAD", "2-.", "2-.", "1-HEAD"], strict=True)
     ]
-    # The losses and the times of the jobs have the format of a report.
+    # The losses and times of the jobs have the format of a report.
     assert re.search(
         r"^job 4 of 4: validation loss \d\.\d{4} after \d:\d\d:\d\d$", done.stderr, re.M
     )

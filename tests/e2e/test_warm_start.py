@@ -1,6 +1,6 @@
-"""Warm starts by command: killed and resumed without the source, on two ranks.
+"""Check warm starts: a run on two ranks is killed, and resumes without the source of its weights.
 
-A GPT-2 of the real transformers.
+Another source is a GPT-2 that the real transformers library has saved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MORE = [
     "snapshot.every_steps=8",
 ]
 SIZES = ["model.n_layer", "model.n_embd", "data.block_size"]
-# What the weights determine is not typed.
+# The command leaves out the settings that the weights determine.
 TUNE = [
     word
     for word in TINY
@@ -47,7 +47,7 @@ with torch.no_grad():
 
 
 def test_killed_and_resumed_without_the_source(tmp_path):
-    """The run is unnamed, and its text has characters that the source lacks."""
+    """The run has no name, and its text has characters that the source does not know."""
     sizes = [
         "model.n_embd=48",
         "data.block_size=64",
@@ -85,7 +85,7 @@ def test_killed_and_resumed_without_the_source(tmp_path):
 
 @pytest.mark.integration
 def test_a_gpt2_of_transformers(tmp_path):
-    """Logits before the first step: the one step that is taken changes nothing."""
+    """The logits equal those before the first step, since the only step changes nothing."""
     words = [sys.executable, "-c", GPT2, "gpt2"]
     subprocess.run(words, cwd=tmp_path, env=environment(tmp_path), check=True, capture_output=True)
     frozen = ["trainer.max_steps=1", "optimizer.lr=1e-30", "optimizer.weight_decay=0", "run.name=a"]

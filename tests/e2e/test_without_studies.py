@@ -1,4 +1,4 @@
-"""Training without the folder study/: it starts, logs, saves and resumes."""
+"""Check that training works without the folder study/: it starts, logs, saves and resumes."""
 
 from __future__ import annotations
 

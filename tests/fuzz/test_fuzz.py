@@ -63,6 +63,6 @@ def test_every_key_of_every_command_is_drawn():
         assert {(command, field.name) for field in dataclasses.fields(cls)} <= drawn
 
 
-def test_a_case_depends_on_its_seed_and_number_alone():
+def test_a_case_depends_only_on_its_seed_and_number():
     assert [draw(3, i) for i in range(40)] == [draw(3, i) for i in range(40)]
     assert [draw(3, i) for i in range(40)] != [draw(4, i) for i in range(40)]
