@@ -1,11 +1,11 @@
-"""Expected goodput, the fraction of time that becomes kept progress, in closed form.
+"""Compute the expected goodput of a run, the fraction of time that becomes kept progress.
 
-All times are in seconds.
+The result is a closed formula. All times are in seconds.
 
-Failures are a Poisson process with one in `mtbf_s` on average, during restarts as well. Training
-runs for an interval, stalls for `cost_s` while a snapshot is taken, and continues. A failure loses
-the training since the start of the last durable snapshot. A restart takes `restart_s`, and begins
-again if it fails.
+Failures are a Poisson process with an average of one failure in `mtbf_s`, also during restarts.
+Training runs for an interval, stalls for `cost_s` while a snapshot is taken, and continues. A
+failure loses all training since the start of the last durable snapshot. A restart takes
+`restart_s`. If it fails, it begins again.
 """
 
 from __future__ import annotations
@@ -16,34 +16,35 @@ import math
 def goodput(
     interval_s: float, cost_s: float, durable_s: float, restart_s: float, mtbf_s: float
 ) -> float:
-    """Return the expected goodput, 0 to 1.
+    """Compute the expected goodput, 0 to 1.
 
-    With T, C, D, R, M for the arguments in order: after a restart, snapshot k starts at k(T + C) -
-    C and is durable D later. The time to the next failure is exponential, so snapshot k lasts with
-    probability exp(-(k(T + C) - C + D) / M); each that lasts is worth T. The sum over k is a
-    geometric series, and a life yields
+    Let T, C, D, R and M be the arguments in their order. After a restart, snapshot k starts at
+    k(T + C) - C, and is durable a time D later. The time to the next failure is exponential, so
+    snapshot k becomes durable with probability exp(-(k(T + C) - C + D) / M). Each snapshot that
+    does is worth T of training. The sum over k is a geometric series. The expected progress between
+    a restart and the next failure is therefore
 
         T exp(-(D - C) / M) / (exp((T + C) / M) - 1).
 
-    It takes M until it fails, and a restart that may fail too takes M(exp(R / M) - 1): M exp(R / M)
-    together. Hence
+    The time until the failure is M on average. The restart, which may fail too, takes
+    M(exp(R / M) - 1). Together they take M exp(R / M). Hence
 
         goodput = T / M * exp(-(R + D - C) / M) / (exp((T + C) / M) - 1).
 
-    With D = C this is Daly's model of synchronous saving. D and R are in a factor without T: they
-    cost time, but do not change the optimal interval.
+    With D = C this is Daly's model of synchronous saving. D and R only appear in a factor without
+    T. They cost time, but they do not change the optimal interval.
 
     Args:
-        interval_s: training between the end of one snapshot's stall and the start of the next
+        interval_s: Training time between the end of one snapshot's stall and the start of the next
             snapshot.
-        cost_s: the stall.
-        durable_s: from the start of a snapshot, before its stall, until it survives a failure;
-            `cost_s` if synchronous.
-        restart_s: from a failure until training resumes.
-        mtbf_s: mean time between failures of the whole run.
+        cost_s: Time for which a snapshot stalls training.
+        durable_s: Time from the start of a snapshot, before its stall, until it survives a failure.
+            It is `cost_s` if saving is synchronous.
+        restart_s: Time from a failure until training resumes.
+        mtbf_s: Mean time between failures of the whole run.
 
     Raises:
-        ValueError: a time is negative or not a number, `interval_s` or `mtbf_s` is 0, or snapshots
+        ValueError: A time is negative or not a number, `interval_s` or `mtbf_s` is 0, or snapshots
             would overlap.
     """
     if not (mtbf_s > 0 and min(cost_s, durable_s, restart_s) >= 0):

@@ -1,10 +1,11 @@
-"""What `ddp.reduction=canonical` costs: the time of a step against `fast`.
+"""Measure the cost of `ddp.reduction=canonical`: the time of a step, compared to `fast`.
 
-Both are the user command on local ranks of one thread, in fp32, with the same micro-batches; they
-alternate, one ratio per pair. With one micro-batch a rank the exchange has the bytes of a ring;
-with many, `fast` adds up those of a rank first and canonical exchanges each. `modern` has Muon,
-which orthogonalizes each matrix by itself under canonical: on one rank the ratio is of that and of
-copying the gradients.
+Both reductions run the user's command on local ranks with one thread each, in fp32, with the same
+micro-batches. They alternate, and each pair of runs gives a ratio. If each rank has one
+micro-batch, the canonical exchange sends as many bytes as a ring. If a rank has several, `fast`
+first adds up their gradients, but canonical exchanges the gradients of each. `modern` uses Muon,
+which orthogonalizes each matrix separately under canonical. On one rank, the ratio shows the cost
+of this and of copying the gradients.
 
     python benchmarks/canonical.py
 """
@@ -30,7 +31,7 @@ class Case:
     shape: str
     recipe: list[str]
     ranks: int
-    micro_batches: int  # of a step, over all ranks
+    micro_batches: int  # number in a step, over all ranks
 
     @property
     def name(self) -> str:
@@ -52,7 +53,7 @@ CASES = (
 
 
 def train(case: Case, reduction: str, text: Path, scratch: Path) -> tuple[float, float]:
-    """Return the milliseconds of a step by the clock, and the peak memory of all ranks in MB."""
+    """Measure the wall time of a step in milliseconds, and the peak memory of all ranks in MB."""
     setting = SETTINGS[case.shape]
     command = ours(setting, text, scratch, [*case.recipe, "trainer.precision=fp32"])
     command += [f"ddp.reduction={reduction}", f"ddp.nproc_per_node={case.ranks}"]
@@ -63,9 +64,11 @@ def train(case: Case, reduction: str, text: Path, scratch: Path) -> tuple[float,
 
 def main() -> None:
     options = parser(__doc__, "canonical")
-    options.add_argument("--cases", nargs="+", type=int, help="their numbers (default: all)")
     options.add_argument(
-        "--repetitions", type=int, default=3, help="of each (default: %(default)s)"
+        "--cases", nargs="+", type=int, help="numbers of the cases, from 0 (default: all)"
+    )
+    options.add_argument(
+        "--repetitions", type=int, default=3, help="runs of each reduction (default: %(default)s)"
     )
     chosen = options.parse_args()
     text = corpus_path()

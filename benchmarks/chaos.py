@@ -1,17 +1,18 @@
-"""Inject random faults into one run until a number of them is reached, and compare its bits.
+"""Inject a given number of random faults into one run, and compare its bits to an undisturbed run.
 
-The run keeps its snapshots on a SeaweedFS server behind a fault proxy, and its own directory on a
-disk of its own. Processes get SIGKILL, SIGSTOP, SIGTERM or SIGUSR1; the disk is full or read-only;
-the clock jumps; the server is killed and restarted; the proxy injects errors 503, resets, stalls,
-late and lost responses. Every start draws one to three ranks and one of two launchers. With
-ddp.reduction=canonical the SHA-256 of all tensors of model and optimizer must equal those of an
-undisturbed run on one rank. Any violation ends the script with an error.
+The run keeps its snapshots on a SeaweedFS server behind a fault proxy. Its directory is on a
+separate disk. Processes get SIGKILL, SIGSTOP, SIGTERM or SIGUSR1. The disk becomes full or
+read-only. The clock jumps. The server is killed and restarted. The proxy injects errors 503,
+resets, stalls, late responses and lost ones. Every start draws one to three ranks and one of two
+launchers. With ddp.reduction=canonical, the SHA-256 of all tensors of the model and the optimizer
+must equal the one of an undisturbed run on one rank. Any violation ends the script with an error.
 
-With --keep the count survives Ctrl-C, SIGTERM and SIGKILL: the same command goes on from there.
-With a smaller --faults than were reached, it only completes the run, compares and reports.
+With --keep the count of faults survives Ctrl-C, SIGTERM and SIGKILL, and the same command
+continues. If --faults is smaller than the number already reached, the script only completes the
+run, compares it and reports.
 
-Needs the test extra: pip install -e .[test]. Without the right to mount a file system it leaves
-out the faults of the disk and says so.
+The script needs the test extra: pip install -e .[test]. Without the right to mount a file system it
+leaves out the faults of the disk, and says so.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 
 from common import ROOT, log, parser, report
 
-sys.path.insert(0, str(ROOT / "tests"))  # the chaos engine of the tests
+sys.path.insert(0, str(ROOT / "tests"))  # for the chaos engine of the tests
 
 from chaos import Chaos
 from chaos_result import check_result, undisturbed
@@ -36,10 +37,12 @@ from s3_server import SeaweedServer
 def main() -> None:
     args = parser(__doc__, "chaos")
     args.add_argument(
-        "--faults", type=int, default=2000, help="to reach in all (default: %(default)s)"
+        "--faults", type=int, default=2000, help="total number to reach (default: %(default)s)"
     )
     args.add_argument("--seed", type=int, default=1)
-    args.add_argument("--keep", type=Path, help="directory to go on in; a temporary one by default")
+    args.add_argument(
+        "--keep", type=Path, help="directory that keeps the run, to continue it later"
+    )
     given = args.parse_args()
     logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it logs every restart
     signal.signal(signal.SIGTERM, interrupt)
@@ -51,7 +54,7 @@ def main() -> None:
             server.start()
             result = run(home, server, given.faults, given.seed)
         except KeyboardInterrupt:
-            sys.exit("interrupted; with --keep the same command goes on")
+            sys.exit("interrupted; with --keep the same command continues the run")
         finally:
             server.kill()
     rows = [[key, str(value)] for key, value in result.items() if not isinstance(value, dict)]
@@ -61,12 +64,12 @@ def main() -> None:
 
 
 def interrupt(*_: Any) -> None:
-    """End as Ctrl-C does."""
+    """End the script as Ctrl-C does."""
     raise KeyboardInterrupt
 
 
 def run(home: Path, server: SeaweedServer, faults: int, seed: int) -> dict[str, Any]:
-    """Reach the number of faults and compare the run."""
+    """Inject faults until their number is reached, then compare the run to an undisturbed one."""
     os.environ.update(server.environment())
     bucket = "runs"
     if bucket not in server.buckets():
@@ -105,7 +108,7 @@ def run(home: Path, server: SeaweedServer, faults: int, seed: int) -> dict[str, 
 
 
 def readme(result: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the row for docs/benchmarks.md."""
+    """Write the row for docs/benchmarks.md."""
     lost = result["lost"]
     preempted = [lost[kind]["most"] for kind in ("SIGTERM", "SIGUSR1") if kind in lost]
     what = (
@@ -118,6 +121,7 @@ def readme(result: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def summary(steps: list[int]) -> dict[str, float]:
+    """Summarize the numbers of steps that were lost."""
     return {"times": len(steps), "most": max(steps), "mean": round(sum(steps) / len(steps), 1)}
 
 

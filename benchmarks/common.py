@@ -1,6 +1,6 @@
-"""Shared by the benchmarks: the machine, alternating runs, medians, JSON and Markdown output.
+"""Help all benchmarks to describe the machine, alternate runs, take medians and write results.
 
-torch is not imported here, so that child processes do not inherit its peak memory.
+This module does not import torch, so that child processes do not inherit its peak memory.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 TEXT_VARIABLE = "MINGPT_SHAKESPEARE"
-sys.path.insert(0, str(ROOT))  # the package of this checkout, installed or not
+sys.path.insert(0, str(ROOT))  # use the package of this checkout, even if it is not installed
 
 
 def parser(docstring: str | None, name: str) -> argparse.ArgumentParser:
-    """Return a parser with the docstring as help and an option for the output file."""
+    """Make a parser with the docstring as its help, and with an option for the output file."""
     made = argparse.ArgumentParser(
         description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -67,7 +67,10 @@ def corpus_path() -> Path:
 
 
 def environment(threads: int = 1) -> dict[str, str]:
-    """Return an environment for child processes: with a thread count, without a launcher's."""
+    """Make an environment for child processes, with a number of threads.
+
+    Variables of a launcher are left out.
+    """
     kept = {
         k: v
         for k, v in os.environ.items()
@@ -78,20 +81,20 @@ def environment(threads: int = 1) -> dict[str, str]:
 
 
 def children_cpu_seconds() -> float:
-    """Return user and system time of all children that have been waited for, and of theirs."""
+    """Return the user and system time of all descendants that have been waited for."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def timed(command: Sequence[str], cwd: Path, threads: int = 1) -> tuple[float, float]:
-    """Return wall seconds of a command and CPU seconds of all its descendants.
+    """Run a command, and measure its wall seconds and the CPU seconds of all its descendants.
 
-    A process that the command starts may outlive its own parent, as the fork server's do: nobody
-    would count it. This process adopts those and waits for them too; the wall time does not include
-    that.
+    A descendant may outlive its own parent, as processes of the fork server do. Its CPU time would
+    not be counted. This process therefore adopts such descendants and waits for them, too. The wall
+    time does not include this wait.
 
     Raises:
-        RuntimeError: the command failed; with the end of its output.
+        RuntimeError: The command failed. The error shows the end of its output.
     """
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER of <sys/prctl.h>
     used, begin = children_cpu_seconds(), time.perf_counter()
@@ -103,23 +106,23 @@ def timed(command: Sequence[str], cwd: Path, threads: int = 1) -> tuple[float, f
         if done.returncode:
             output.seek(0)
             raise RuntimeError(f"{' '.join(command)} failed:\n{output.read()[-2000:]}")
-    with contextlib.suppress(ChildProcessError):  # no more
+    with contextlib.suppress(ChildProcessError):  # raised when no child is left
         while True:
             os.wait()
     return wall, children_cpu_seconds() - used
 
 
 def nats_per_character(result: Mapping[str, Any]) -> float:
-    """Return the validation loss of a result, whatever the tokenizer.
+    """Compute the validation loss per character, which can be compared between tokenizers.
 
     Args:
-        result: of result.json.
+        result: The values of result.json.
     """
     return math.log(2) * float(result["bits_per_char"])
 
 
 def last_step(run: Path) -> int:
-    """Return the last trained step in metrics.jsonl; 0 if there is none."""
+    """Return the last trained step in metrics.jsonl, or 0 if there is none."""
     try:
         lines = (run / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
@@ -128,7 +131,7 @@ def last_step(run: Path) -> int:
 
 
 def machine() -> dict[str, Any]:
-    """Return the hardware, software and date of the measurement."""
+    """Describe the hardware, the software and the date of the measurement."""
     try:
         names = re.findall(
             r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE
@@ -136,7 +139,7 @@ def machine() -> dict[str, Any]:
     except OSError:
         names = []
     cpu = names[0].strip() if names else platform.processor() or platform.machine()
-    limit = os.environ.get("ATEN_CPU_CAPABILITY")  # of torch's own kernels
+    limit = os.environ.get("ATEN_CPU_CAPABILITY")  # limits the instructions of torch's kernels
     return {
         "cpu": f"{cpu}, limited to {limit.upper()}" if limit else cpu,
         "cores": os.cpu_count(),
@@ -148,7 +151,7 @@ def machine() -> dict[str, Any]:
 
 
 def gpu() -> dict[str, str]:
-    """Return the name of the first GPU, if any."""
+    """Look up the name of the first GPU, if there is one."""
     if shutil.which("nvidia-smi") is None:
         return {}
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -159,10 +162,15 @@ def gpu() -> dict[str, str]:
 def in_fresh_process(
     function: Callable[..., T], *arguments: Any, limit_s: float | None = None
 ) -> T:
-    """Return the result of `function` in a new interpreter.
+    """Call `function` in a new interpreter and return its result.
+
+    Args:
+        function: The function.
+        arguments: Its arguments.
+        limit_s: Seconds after which the interpreter is killed. None waits for any time.
 
     Raises:
-        BrokenProcessPool: the process was killed, e.g. because it exceeded the limit.
+        BrokenProcessPool: The process was killed, for example because it exceeded the limit.
     """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         future = pool.submit(function, *arguments)
@@ -180,7 +188,7 @@ def end_children() -> None:
 
 
 def compose_config(*overrides: str) -> Any:
-    """Return the validated configuration of these overrides."""
+    """Compose and validate the configuration with these overrides."""
     from hydra import compose, initialize_config_dir
 
     from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
@@ -193,7 +201,13 @@ def compose_config(*overrides: str) -> Any:
 def alternate(
     what: str, candidates: Mapping[str, Callable[[], T]], repetitions: int
 ) -> dict[str, list[T]]:
-    """Measure A, B, A, B ..., so that paired ratios cancel drifts of the machine's load."""
+    """Measure candidates in turns, so that drifts of the machine's load cancel in paired ratios.
+
+    Args:
+        what: Name of the comparison in the progress.
+        candidates: Functions that measure once, by name.
+        repetitions: Number of measurements of each candidate.
+    """
     values: dict[str, list[T]] = {name: [] for name in candidates}
     for repetition in range(1, repetitions + 1):
         for name, measure in candidates.items():
@@ -203,7 +217,7 @@ def alternate(
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Return median, range and all values, to five digits."""
+    """Compute the median and the range. They and all values are rounded to five digits."""
     rounded = [float(f"{value:.5g}") for value in values]
     return {
         "median": float(f"{median(values):.5g}"),
@@ -214,12 +228,12 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 
 
 def compare(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
-    """Return the paired ratios of ours over theirs."""
+    """Divide our values by theirs, pair by pair, and compute the spread of the ratios."""
     return spread([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
 def cell(values: dict[str, Any], form: str = ",.0f") -> str:
-    """Format `median (low .. high)` for a table."""
+    """Format a spread for a table, as `median (low .. high)`."""
     return f"{values['median']:{form}} ({values['low']:{form}} .. {values['high']:{form}})"
 
 
@@ -233,8 +247,12 @@ def report(
     """Write the JSON file and print a Markdown table.
 
     Args:
-        header, rows: of the table.
-        readme: (what, figure) rows for docs/benchmarks.md, which `table.py` writes.
+        out: The JSON file.
+        results: Values for the JSON file, besides the description of the machine.
+        header: Header of the table.
+        rows: Rows of the table.
+        readme: Rows of docs/benchmarks.md, as pairs of a description and a figure. `table.py`
+            writes them.
     """
     here = machine()
     about = {"machine": here, "script": Path(sys.argv[0]).name, "readme": readme}

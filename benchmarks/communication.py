@@ -1,12 +1,12 @@
-"""Training speed of 2 ranks relative to the same ranks without synchronisation.
+"""Measure the training speed of two ranks relative to the same ranks without communication.
 
-The run is the user command, `torchrun --nproc_per_node=2 main.py` on the CPU with one thread per
-rank. In training, blocks of steps alternate in the same processes: with all communication of a
-step, and without, where gradients are not reduced (DDP's no_sync) and flags are not gathered. This
-script patches that; there is no setting for it. Every block begins with a barrier. Its speed is by
-the clock, averaged over ranks, and by CPU time of all threads and ranks, which is fairer under
-other load. Exposed communication, not overlapped by computation, is measured by DDP, as a run logs
-it.
+The run is the user's command, `torchrun --nproc_per_node=2 main.py`, on the CPU with one thread per
+rank. In the same processes, blocks of steps with communication alternate with blocks of steps
+without any. In the latter, gradients are not reduced (DDP's no_sync) and flags are not gathered.
+This script patches the package to do so, because there is no setting for it. Every block begins
+with a barrier. The speed of a block is measured by the clock, averaged over the ranks, and by the
+CPU time of all threads and ranks, which is fairer if the machine has other load. DDP measures the
+exposed communication, which computation does not overlap, as a run logs it.
 
     python benchmarks/communication.py
     python benchmarks/communication.py --overrides ddp.comm_hook=bf16
@@ -35,16 +35,17 @@ HEADER = [
     "step, ms",
     "exposed, ms",
 ]
-PLAN = "MINGPT_COMMUNICATION"  # environment variable with a worker's settings
+PLAN = "MINGPT_COMMUNICATION"  # name of the environment variable with a worker's settings
 
 
-STEPS = {"small": 40, "mid": 3}  # of a block
+BLOCK_STEPS = {"small": 40, "mid": 3}  # number of steps in a block
 
 
 def measure(trainer: Any, steps: int, blocks: int) -> dict[str, list[list[float]]]:
     """Measure alternating blocks of steps on this rank.
 
-    Return wall, CPU and exposed communication seconds per step of each block.
+    Returns:
+        For each block, the seconds per step: wall time, CPU time and exposed communication.
     """
     import torch
 
@@ -59,7 +60,7 @@ def measure(trainer: Any, steps: int, blocks: int) -> dict[str, list[list[float]
     time_communication(trainer.train_step.parallel_model, every=1)
     found: dict[str, list[list[float]]] = {"shared": [], "alone": []}
     step = 0
-    for block in range(-1, blocks):  # the first is a warm-up
+    for block in range(-1, blocks):  # block -1 is a warm-up
         for name, (gradients, gather) in {"shared": shared, "alone": alone}.items():
             runtime.strategy.maybe_no_sync, runtime.group.all_gather_async = shared
             runtime.group.barrier()
@@ -70,7 +71,8 @@ def measure(trainer: Any, steps: int, blocks: int) -> dict[str, list[list[float]
                 trainer._train(step)
             wall, cpu = (time.perf_counter() - began) / steps, (time.process_time() - cpu) / steps
             exposed = runtime.strategy.comm_times(trainer.train_step.parallel_model)[1]
-            with torch.no_grad():  # the weights of the ranks have diverged
+            # Without communication the weights of the ranks have diverged. Make them equal again.
+            with torch.no_grad():
                 for parameter in trainer.train_step.model.parameters():
                     torch.distributed.broadcast(parameter, src=0)
             if block >= 0:
@@ -79,7 +81,7 @@ def measure(trainer: Any, steps: int, blocks: int) -> dict[str, list[list[float]
 
 
 def worker_main(plan: dict[str, Any]) -> None:
-    """Run one rank: the package's train command, with `fit` patched to measure."""
+    """Run the package's train command on one rank. `fit` is replaced by the measurement."""
     from mingpt_ddp.cli.commands import train as launch
     from mingpt_ddp.config.job import RunStatus
     from mingpt_ddp.training import trainer
@@ -97,11 +99,19 @@ def worker_main(plan: dict[str, Any]) -> None:
 
 
 def run(name: str, ranks: int, blocks: int, overrides: list[str], text: Path) -> dict[str, Any]:
-    """Run the ranks; return the figures per block over all ranks."""
+    """Run the ranks, and summarize their measurements.
+
+    Args:
+        name: Name of the setting.
+        ranks: Number of ranks.
+        blocks: Number of pairs of blocks.
+        overrides: Further overrides of the run.
+        text: Path of the training text.
+    """
     with tempfile.TemporaryDirectory(prefix="communication-") as scratch:
         _, _, *words = ours(SETTINGS[name], text, Path(scratch), PLAIN)
         words += [f"trainer.log_every={FOREVER}", "ddp=auto", *overrides]
-        plan = {"steps": STEPS[name], "blocks": blocks, "out": scratch}
+        plan = {"steps": BLOCK_STEPS[name], "blocks": blocks, "out": scratch}
         variables = {**environment(threads=1), PLAN: json.dumps(plan), "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
             [
@@ -126,7 +136,11 @@ def run(name: str, ranks: int, blocks: int, overrides: list[str], text: Path) ->
 
 
 def summarize(found: list[dict[str, list[list[float]]]]) -> dict[str, Any]:
-    """Sum speeds over ranks; take exposed communication from the rank that waits longest."""
+    """Add up the speeds of the ranks. Take exposed communication from the slowest rank.
+
+    Args:
+        found: The measurements of each rank.
+    """
     speeds, cpus = {}, {}
     for name in ("shared", "alone"):
         by_block = list(zip(*(rank[name] for rank in found), strict=True))
@@ -146,7 +160,7 @@ def summarize(found: list[dict[str, list[list[float]]]]) -> dict[str, Any]:
 
 def main() -> None:
     options = parser(__doc__, "communication")
-    options.add_argument("--settings", nargs="+", choices=STEPS, default=list(STEPS))
+    options.add_argument("--settings", nargs="+", choices=BLOCK_STEPS, default=list(BLOCK_STEPS))
     options.add_argument("--ranks", type=int, default=2)
     options.add_argument(
         "--blocks", type=int, default=15, help="pairs of blocks (default: %(default)s)"
@@ -157,7 +171,7 @@ def main() -> None:
     results: dict[str, Any] = {}
     rows = []
     for name in chosen.settings:
-        log(f"{name}: {chosen.blocks} pairs of blocks of {STEPS[name]} steps")
+        log(f"{name}: {chosen.blocks} pairs of blocks of {BLOCK_STEPS[name]} steps")
         found = run(name, chosen.ranks, chosen.blocks, chosen.overrides, text)
         results[name] = {"setting": asdict(SETTINGS[name]), **found}
         shares = [cell(found[key], ".3f") for key in ("relative_speed", "relative_cpu")]

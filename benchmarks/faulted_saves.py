@@ -1,14 +1,16 @@
 """Write 200 snapshots to a real S3 server over a faulty network, and verify each one.
 
-Every save is hit by one to three faults at seeded random moments: errors 503 and 500, resets
-before, during and instead of the response, stalled uploads and connections. Every other save is
-split into two shards written by two threads, as by two ranks. After a reported commit, every byte
-is read back without faults and compared; after a reported failure, a reader must find no snapshot,
-or exactly what was written. A request counts as sent again if the same save has sent one with the
-same first line before; that also happens without faults.
+Every save is hit by one to three faults at random moments, which the seed decides: errors 503 and
+500, resets before, during and instead of the response, stalled uploads and connections. Every
+second save is split into two shards, which two threads write as two ranks would. After a reported
+commit, every byte is read back without faults and compared. After a reported failure, a reader must
+find either no snapshot or one with exactly the bytes that were written. A request counts as sent
+again if the same save has already sent a request with the same first line. This also happens
+without faults.
 
-Needs the test extra: pip install -e .[test]. It starts a SeaweedFS server, or uses one that listens
-on --port of this machine, with --bucket and credentials in the usual AWS_... variables.
+The script needs the test extra: pip install -e .[test]. It starts a SeaweedFS server, or uses one
+that listens on --port of this machine, with --bucket and credentials in the usual AWS_...
+variables.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from typing import Any
 
 from common import ROOT, log, parser, report
 
-sys.path.insert(0, str(ROOT / "tests"))  # server and proxy of the tests
+sys.path.insert(0, str(ROOT / "tests"))  # for the S3 server and the fault proxy of the tests
 
 import torch
 from fault_proxy import Fault, FaultProxy, Rule
@@ -39,8 +41,8 @@ from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.storage.remote import remote
 
 MIB = 1 << 20
-# Defaults are 60 s and parts of 16 MiB. These keep the proportions, and take minutes instead of
-# hours.
+# The package's defaults are 60 s and parts of 16 MiB. These limits have the same proportions, and
+# the script takes minutes instead of hours.
 LIMITS = {
     "REQUEST_TIMEOUT_S": 1.0,
     "OPERATION_DEADLINE_S": 4.0,
@@ -58,7 +60,8 @@ KINDS = {
     "stall before the content": {"fault": Fault.STALL},
     "stall in the middle of the content": {"fault": Fault.STALL_SENDING},
 }
-LASTING = {  # longer than a save takes
+# Faults that last longer than a save.
+LASTING = {
     "503 for a whole save": {"fault": Fault.STATUS, "status": 503, "match": "^(PUT|POST)"},
     "no connection for the manifest": {"fault": Fault.RESET_BEFORE, "match": "PUT.*manifest"},
     "no answer for the manifest": {"fault": Fault.RESET_UNANSWERED, "match": "PUT.*manifest"},
@@ -83,12 +86,12 @@ def main() -> None:
     args = parser(__doc__, "faulted_saves")
     args.add_argument("--saves", type=int, default=200)
     args.add_argument("--seed", type=int, default=1)
-    args.add_argument(
-        "--port", type=int, help="of a server on this machine that is already running"
-    )
+    args.add_argument("--port", type=int, help="port of a server that already runs on this machine")
     args.add_argument("--bucket", default="runs")
     args.add_argument(
-        "--server", default="SeaweedFS", help="its name, for the report (default: %(default)s)"
+        "--server",
+        default="SeaweedFS",
+        help="name of the server for the report (default: %(default)s)",
     )
     given = args.parse_args()
     for name, value in LIMITS.items():
@@ -138,7 +141,10 @@ def measure(server: int, bucket: str, saves: int, seed: int) -> dict[str, Any]:
     """Save under faults, and verify each snapshot.
 
     Args:
-        server: port on this machine.
+        server: Port of the server on this machine.
+        bucket: Name of the bucket.
+        saves: Number of saves.
+        seed: Seed of the faults and of the contents.
     """
     generator = random.Random(seed)
     proxy = FaultProxy(server, seed)
@@ -146,12 +152,12 @@ def measure(server: int, bucket: str, saves: int, seed: int) -> dict[str, Any]:
     for port in (proxy.port, server):
         os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{port}"
         stores.append(SnapshotStore(f"s3://{bucket}/run"))
-        stores[-1].steps()  # connect now
+        stores[-1].steps()  # connect now, before the first fault
     writing, reading = stores
     counts: Counter[str] = Counter()
     faults: Counter[str] = Counter()
     seconds: list[float] = []
-    kept: dict[int, dict[str, bytes]] = {}  # the last committed ones
+    kept: dict[int, dict[str, bytes]] = {}  # contents of the newest committed snapshots, by step
     for number in range(1, saves + 1):
         contents = make(generator, parts=1 + number % 2)
         planned = [generator.choice(list(KINDS)) for _ in range(generator.randint(1, 3))]
@@ -171,10 +177,12 @@ def measure(server: int, bucket: str, saves: int, seed: int) -> dict[str, Any]:
         log(f"{number}: {', '.join(planned)}: {verdict}, {seconds[-1]:.1f} s")
         if reading.is_committed(number):
             kept[number] = contents
-        for old in sorted(kept)[:-2]:  # as a run does
+        # Keep two snapshots, as a run does.
+        for old in sorted(kept)[:-2]:
             reading.clear(old)
             del kept[old]
-        for step, expected in kept.items():  # faults of one save must not affect another
+        # The faults of a save must not affect other snapshots.
+        for step, expected in kept.items():
             found = contents_of(reading, step)
             counts["lost" if found is None else "silently damaged"] += found != expected
     proxy.close()
@@ -199,9 +207,11 @@ def measure(server: int, bucket: str, saves: int, seed: int) -> dict[str, Any]:
 
 
 def make(generator: random.Random, parts: int) -> dict[str, bytes]:
-    """Return the files of a 14 MB snapshot.
+    """Make the files of a 14 MB snapshot. The optimizer's files need multipart uploads.
 
-    The optimizer's are large enough for multipart uploads.
+    Args:
+        generator: Draws the contents.
+        parts: Number of shards.
     """
     torch.manual_seed(generator.randrange(1 << 30))
     contents = {"state.json": b'{"random": %d}' % generator.randrange(1 << 30)}
@@ -214,6 +224,7 @@ def make(generator: random.Random, parts: int) -> dict[str, bytes]:
 
 
 def rule(kind: str, generator: random.Random) -> Rule:
+    """Draw a rule for the proxy that injects faults of this kind."""
     if kind in LASTING:
         return Rule(**LASTING[kind], times=float("inf"))
     somewhere = {"match": generator.choice(MATCHES), "after": generator.randint(0, 200_000)}
@@ -226,7 +237,10 @@ def rule(kind: str, generator: random.Random) -> Rule:
 
 
 def save(store: SnapshotStore, step: int, contents: dict[str, bytes]) -> bool:
-    """Save as a run does, each shard by its own writer; return whether the commit was reported."""
+    """Save a snapshot as a run does, with a writer for each shard.
+
+    Return True if the commit was reported.
+    """
     groups: dict[str, dict[str, bytes]] = {}
     for name, content in contents.items():
         groups.setdefault("2" if "-00002-of" in name else "1", {})[name] = content
@@ -243,13 +257,13 @@ def save(store: SnapshotStore, step: int, contents: dict[str, bytes]) -> bool:
 def sent_again(lines: list[str]) -> int:
     """Count the requests that repeat an earlier one.
 
-    A second upload of the same file has another id.
+    Upload ids are ignored, because a second upload of the same file has a new id.
     """
     return len(lines) - len({re.sub(r"uploadId=[^& ]+", "uploadId=", line) for line in lines})
 
 
 def contents_of(store: SnapshotStore, step: int) -> dict[str, bytes] | None:
-    """Return the files that a reader finds; None without a snapshot."""
+    """Read the files of a snapshot. Return None if there is none, and {} if it is damaged."""
     if not store.is_committed(step):
         return None
     try:
@@ -260,13 +274,24 @@ def contents_of(store: SnapshotStore, step: int) -> dict[str, bytes] | None:
 
 
 def judge(store: SnapshotStore, step: int, contents: dict[str, bytes], committed: bool) -> str:
+    """Compare the snapshot that a reader finds with the contents that were written.
+
+    Args:
+        store: A store without faults.
+        step: Step of the snapshot.
+        contents: The files that were written.
+        committed: True if the commit was reported.
+
+    Returns:
+        The verdict, which names a row of the results.
+    """
     found = contents_of(store, step)
     if found is None:
         return "lost" if committed else "refused"
     if committed:
         return "committed" if found == contents else "silently damaged"
-    # The response to the last request was lost: the outcome is unknowable, but the snapshot is
-    # intact.
+    # The response to the last request was lost. The writer cannot know that the snapshot was
+    # committed, but it is intact.
     return "refused, but whole" if found == contents else "silently damaged"
 
 

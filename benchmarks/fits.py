@@ -1,4 +1,4 @@
-"""Scaling laws: a constant plus a power law, fitted to a few measured points."""
+"""Fit scaling laws, each a constant plus a power law, to a few measured points."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from typing import Any
 
 import numpy as np
 
-EXPONENTS = np.linspace(0.25, 3, 111)  # candidates: 0.25, 0.275 ... 3
+EXPONENTS = np.linspace(0.25, 3, 111)  # exponents to try: 0.25, 0.275 ... 3
 
 
 @dataclass(frozen=True)
 class Law:
-    """constant + factor * x**exponent, with constant and factor >= 0."""
+    """The law constant + factor * x**exponent, with constant and factor >= 0.
+
+    `error` is the relative root-mean-square error of the points.
+    """
 
     constant: float
     factor: float
     exponent: float
-    error: float  # relative root-mean-square error of the points
+    error: float
 
     def __call__(self, x: Any) -> Any:
-        """Evaluate at a number or an array."""
+        """Evaluate the law at a number or an array."""
         return self.constant + self.factor * x**self.exponent
 
 
@@ -29,11 +32,11 @@ def fit(xs: Sequence[float], ys: Sequence[float], exponent: float | None = None)
     """Fit a law by relative least squares.
 
     Args:
-        xs, ys: positive; at least two points, four without an exponent.
-        exponent: if known; otherwise the best of `EXPONENTS`.
+        xs, ys: Positive coordinates of at least two points, or four if no exponent is given.
+        exponent: The exponent, if it is known. None takes the best of `EXPONENTS`.
 
     Raises:
-        ValueError: too few points.
+        ValueError: There are too few points.
     """
     needed = 4 if exponent is None else 2
     if len(set(xs)) < needed or len(xs) != len(ys):
@@ -44,7 +47,7 @@ def fit(xs: Sequence[float], ys: Sequence[float], exponent: float | None = None)
 
 
 def _with_exponent(x: np.ndarray, y: np.ndarray, p: float) -> Law:
-    """Return the best least-squares fit of both terms or one, with coefficients of at least 0."""
+    """Fit both terms or one of them, with coefficients of at least 0, and return the best fit."""
     terms = np.stack([1 / y, x**p / y], axis=1)  # terms @ (constant, factor) should be 1
     both = np.linalg.lstsq(terms, np.ones(len(y)), rcond=None)[0]
     alone = terms.sum(axis=0) / (terms**2).sum(axis=0)

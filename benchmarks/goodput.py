@@ -1,24 +1,24 @@
-"""Goodput by number of machines, for three ways of saving.
+"""Simulate the goodput of runs on 1 to 10,000 machines, for three ways of saving.
 
 Goodput is the fraction of time that becomes kept progress.
 
-A Monte Carlo simulation: failures are random, the failure of one machine stops all, loses the
-training since the last durable snapshot, and is followed by a restart, which may fail as well. It
-compares synchronous saves every 30 minutes, synchronous saves at Young's interval, and asynchronous
-saves at Young's interval, as training/saves/save_schedule.py computes it. Each figure is
-checked against the expectation that availability.py derives; the script fails if they differ by
-more than five standard errors. The same seed gives the same figures.
+This is a Monte Carlo simulation. Failures are random. The failure of one machine stops all, and
+loses the training since the last durable snapshot. A restart follows, which may fail as well. The
+three ways are synchronous saves every 30 minutes, synchronous saves at Young's interval, and
+asynchronous saves at Young's interval, as training/saves/save_schedule.py computes it. Each figure
+is compared to the expectation that availability.py derives. The script fails if they differ by more
+than five standard errors. The same seed gives the same figures.
 
-The time between failures of one machine follows from "The Llama 3 Herd of Models" (2024): 419
-unexpected interruptions in 54 days of training on 16,384 GPUs, for each GPU one in 54 * 16,384 /
-419 = 2,112 days or 5.8 years. A machine here has one GPU; with eight it fails eight times as often:
---mtbf-days 264.
+The time between failures of one machine is from "The Llama 3 Herd of Models" (2024): 419 unexpected
+interruptions in 54 days of training on 16,384 GPUs. A single GPU thus fails once in 54 * 16,384 /
+419 = 2,112 days or 5.8 years. A machine here has one GPU. With eight it fails eight times as often:
+use --mtbf-days 264.
 
 The cost of a snapshot of the 124M model is read from results/snapshots.json if it exists. Otherwise
-the figures are assumed: 1.5 GB of weights and AdamW moments, written, synced and hashed at 0.5
-GB/s; a stall to copy them at 10 GB/s; 30 s to notice a failure, start the processes and load. An
-option overrides either. The cost does not grow with the number of machines: every machine holds the
-same state, and one of them writes it.
+it is assumed: 1.5 GB of weights and AdamW moments are written, synced and hashed at 0.5 GB/s, and
+copied at 10 GB/s during the stall. It takes 30 s to notice a failure, start the processes and load.
+Options override these figures. The cost does not grow with the number of machines, because every
+machine holds the same state and one of them writes it.
 
     python benchmarks/goodput.py
 """
@@ -66,22 +66,38 @@ STYLE |= {"axes.edgecolor": GRID}
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds; the defaults are the assumptions that the script's docstring explains."""
+    """The times that snapshots and restarts cost, in seconds.
 
-    sync_save_s: float = 3.0  # stall of a synchronous save, until it is durable
-    stall_s: float = 0.15  # stall of an asynchronous save, for staging
-    durable_s: float = 3.5  # from the start of staging until the snapshot is durable
-    restart_s: float = 30.0  # from a failure until training resumes
+    The defaults are assumptions, which the docstring of the script explains.
+
+    Attributes:
+        sync_save_s: Stall of a synchronous save, at whose end the snapshot is durable.
+        stall_s: Stall of an asynchronous save, which copies the state.
+        durable_s: Time from the start of an asynchronous save until the snapshot is durable.
+        restart_s: Time from a failure until training resumes.
+    """
+
+    sync_save_s: float = 3.0
+    stall_s: float = 0.15
+    durable_s: float = 3.5
+    restart_s: float = 30.0
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way of saving."""
+    """A way of saving snapshots.
+
+    Attributes:
+        name: Name of the way in the table and the figure.
+        interval_s: Time between two snapshots. None is Young's interval for the failure rate.
+        cost_s: Time for which a snapshot stalls training.
+        durable_s: Time from the start of a snapshot until it survives a failure.
+    """
 
     name: str
-    interval_s: float | None  # None: optimal for the failure rate
-    cost_s: float  # the stall
-    durable_s: float  # until the snapshot survives a failure
+    interval_s: float | None
+    cost_s: float
+    durable_s: float
 
     def interval(self, mtbf_s: float) -> float:
         if self.interval_s is not None:
@@ -99,7 +115,7 @@ def ways(costs: Costs, fixed_minutes: float) -> list[Way]:
 
 
 def measured(path: Path) -> dict[str, float]:
-    """Return the costs in a file: numbers, or medians of repetitions."""
+    """Read the costs from a file, whose values are numbers or have a median."""
     if not path.is_file():
         return {}
     found = json.loads(path.read_text())
@@ -114,14 +130,17 @@ def measured(path: Path) -> dict[str, float]:
 
 
 def simulate(way: Way, restart_s: float, mtbf_s: float, gaps: Any) -> tuple[float, float]:
-    """Return the goodput over failures, and its standard error.
+    """Simulate the goodput over many failures, and estimate its standard error.
 
     Args:
-        gaps: between the failures, in units of their mean.
+        way: The way of saving.
+        restart_s: Time from a failure until training resumes.
+        mtbf_s: Mean time between failures of the whole run.
+        gaps: Times between the failures, in units of their mean.
     """
     interval = way.interval(mtbf_s)
     lives = gaps * mtbf_s
-    trained = lives - restart_s  # negative: the restart failed
+    trained = lives - restart_s  # negative if the restart failed too
     durable = np.floor((trained + way.cost_s - way.durable_s) / (interval + way.cost_s)).clip(min=0)
     progress = durable * interval
     share = progress.sum() / lives.sum()
@@ -130,7 +149,10 @@ def simulate(way: Way, restart_s: float, mtbf_s: float, gaps: Any) -> tuple[floa
 
 
 def figures(way: Way, restart_s: float, mtbf_s: float, gaps: Any) -> dict[str, float]:
-    """Return one way's simulated and expected goodput at a failure rate; exit if they differ."""
+    """Compute the simulated and the expected goodput of a way at one failure rate.
+
+    Exit with an error if they differ too much.
+    """
     interval = way.interval(mtbf_s)
     simulated, error = simulate(way, restart_s, mtbf_s, gaps)
     expected = goodput(interval, way.cost_s, way.durable_s, restart_s, mtbf_s)
@@ -149,7 +171,7 @@ def figures(way: Way, restart_s: float, mtbf_s: float, gaps: Any) -> dict[str, f
 
 
 def log_grid(most: int, per_decade: int = 8) -> list[int]:
-    """Return numbers of machines, evenly spaced on a logarithmic axis, plus those of the table."""
+    """List numbers of machines that are evenly spaced on a logarithmic axis, and all of TABLE."""
     points = np.geomspace(1, most, max(2, round(per_decade * np.log10(most)) + 1))
     return sorted({*(round(float(n)) for n in points), *(n for n in TABLE if n <= most)})
 
@@ -209,10 +231,16 @@ def caption(costs: Costs, origin: str, mtbf_days: float) -> str:
 def command_line() -> argparse.Namespace:
     options = parser(__doc__, "goodput")
     options.add_argument(
-        "--svg", type=Path, default=ROOT / "docs" / "goodput.svg", help="default: %(default)s"
+        "--svg",
+        type=Path,
+        default=ROOT / "docs" / "goodput.svg",
+        help="file for the figure (default: %(default)s)",
     )
     options.add_argument(
-        "--costs", type=Path, default=RESULTS / "snapshots.json", help="default: %(default)s"
+        "--costs",
+        type=Path,
+        default=RESULTS / "snapshots.json",
+        help="file with measured costs (default: %(default)s)",
     )
     for key, value in asdict(Costs()).items():
         name = f"--{key.replace('_', '-')}"
@@ -220,19 +248,27 @@ def command_line() -> argparse.Namespace:
             name,
             type=float,
             metavar="S",
-            help=f"overrides --costs, without which it is {value:g} s",
+            help=f"seconds, instead of the value in --costs or, without that file, {value:g}",
         )
-    help = "of one machine (default: %(default).0f)"
+    help = "mean time between failures of one machine (default: %(default).0f)"
     options.add_argument("--mtbf-days", type=float, default=MTBF_DAYS, metavar="DAYS", help=help)
-    options.add_argument("--fixed-minutes", type=float, default=30, help="default: %(default)s")
     options.add_argument(
-        "--machines", type=int, default=10_000, help="at most (default: %(default)s)"
+        "--fixed-minutes",
+        type=float,
+        default=30,
+        help="fixed interval of the first way (default: %(default)s)",
+    )
+    options.add_argument(
+        "--machines",
+        type=int,
+        default=10_000,
+        help="largest number of machines (default: %(default)s)",
     )
     options.add_argument(
         "--failures",
         type=int,
         default=200_000,
-        help="simulated for each figure (default: %(default)s)",
+        help="number of simulated failures for each figure (default: %(default)s)",
     )
     options.add_argument("--seed", type=int, default=0)
     return options.parse_args()
@@ -249,7 +285,7 @@ def main() -> None:
         f", but for {', '.join(given)}" if given else ""
     )
     machines = log_grid(chosen.machines)
-    # the same failures for all ways
+    # All ways have the same failures.
     gaps = np.random.default_rng(chosen.seed).exponential(size=chosen.failures)
     compared = ways(costs, chosen.fixed_minutes)
     results: dict[str, list[dict[str, float]]] = {}

@@ -1,23 +1,25 @@
-"""Goodput under kills by stopwatch: what one kill -9 of a worker costs, and whole runs under kills.
+"""Measure with a stopwatch what a kill -9 of a worker costs, and the goodput of runs under kills.
 
 Two ranks train `experiment=shakespeare_char_cpu` under `ddp.nproc_per_node=2`. All times are taken
-from outside, from `metrics.jsonl`, where each step appears as it is done.
+from outside, from `metrics.jsonl`, which gets a line for each step when it is done. The parts are:
 
-kills          single kills of one worker or the other at random times: the seconds from the kill to
-               the first step that is new, above all steps before the kill, with
-               snapshot.every_steps=10 and with auto; and the training time that a kill loses: the
-               steps that were repeated, at the pace before
-minute         a run under one kill a minute, for --minutes
-ten-minutes    a run under one kill in ten minutes, for three times as long
+kills          Kill one worker or the other at random times, with snapshot.every_steps=10 and with
+               auto. Measure the seconds from the kill to the first new step, whose number is above
+               all steps before the kill. Also measure the training time that a kill loses, which is
+               the time of the repeated steps at the pace before the kill.
+minute         Kill a worker of a run once a minute, for --minutes.
+ten-minutes    Kill a worker of a run once in ten minutes, for three times as long.
 
-Both runs have every_steps=auto, with snapshot.mtbf_hours as a user sets it who knows the rate; the
-single kills have its default, so that the first one comes before the run knows the rate. Goodput
-by stopwatch is the time that the steps of the run take undisturbed, over the time from the command
-to the last step. An undisturbed step is one of the same attempt with no save in progress, by the
-times in `main.rank0.log`: the pace of a shared machine drifts by a fifth within a minute, so that a
-run before or after tells little. The run reports its own goodput in `result.json`, in which steps
-that a save slows count as steps; the script fails if that is more than a point below. Other
-processes on the machine falsify all of it.
+Both runs have every_steps=auto. Their snapshot.mtbf_hours is set as by a user who knows the rate of
+failures. The single kills use its default, so the first one comes before the run knows the rate.
+
+Goodput by stopwatch is the time that the steps of the run take undisturbed, divided by the time
+from the command to the last step. The time of an undisturbed step is measured in the same attempt,
+while no save is in progress, by the times in `main.rank0.log`. A run before or after would tell
+little, because the pace of a shared machine drifts by a fifth within a minute. The run reports its
+own goodput in `result.json`, where steps that a save slows down count as steps. The script fails if
+this is more than a percentage point below the goodput by stopwatch. Other processes on the machine
+falsify all results.
 
     MINGPT_SHAKESPEARE=input.txt python benchmarks/goodput_measured.py
 """
@@ -49,9 +51,10 @@ from mingpt_ddp.metrics.jsonl import METRICS, HistoryEnd, read_end
 
 PARTS = ("kills", "minute", "ten-minutes")
 BETWEEN_S = {"minute": 60.0, "ten-minutes": 600.0}
-LENGTH = {"minute": 1, "ten-minutes": 3}  # times --minutes
+LENGTH = {"minute": 1, "ten-minutes": 3}  # length of a run, in units of --minutes
 GOALS = {"minute": 0.95, "ten-minutes": 0.98}
-POINT = 0.01  # at most by which the run's own goodput is below that by stopwatch
+# The run's own goodput may be this much below its goodput by stopwatch.
+TOLERANCE = 0.01
 PATIENCE_S = 120.0
 SETTINGS = [
     "experiment=shakespeare_char_cpu",
@@ -65,7 +68,7 @@ SETTINGS = [
     "trainer.sample_every=null",
     "trainer.log_every=1",
 ]
-FIRST_STEPS = 20  # of an attempt, which are slower
+SLOW_STEPS = 20  # the first steps of an attempt are slower than later ones
 EVENT = re.compile(
     r"^(?P<time>\S+ \S+) INFO (?:(?P<start>run )"
     r"|resuming from the snapshot of step (?P<resumed>\d+)"
@@ -79,11 +82,17 @@ _names = itertools.count()
 
 @dataclass
 class Attempt:
-    """The steps of one attempt."""
+    """The steps of one attempt.
 
-    resumed: int = 0  # the step from which it went on
-    step: int = 0  # its last
-    quiet_s: list[float] = field(default_factory=list)  # of steps with no save in progress
+    Attributes:
+        resumed: Step of the snapshot that the attempt resumed from, or 0.
+        step: Last step of the attempt.
+        quiet_s: Seconds of each step during which no save was in progress.
+    """
+
+    resumed: int = 0
+    step: int = 0
+    quiet_s: list[float] = field(default_factory=list)
 
 
 class Run:
@@ -112,16 +121,16 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The last step that is done; after a kill a repeated one."""
+        """The last step that is done. After a kill it may be a repeated step."""
         return (read_end(self.directory / METRICS) or HistoryEnd()).reached
 
     def wait_until(self, is_over: Callable[[], bool], limit_s: float = PATIENCE_S) -> None:
-        """Wait; exit with the output of the run if it ends, or takes too long."""
+        """Wait for a condition. If the run ends or takes too long, exit with its output."""
         until = time.perf_counter() + limit_s
         while not is_over():
             if self.process.poll() is not None or time.perf_counter() > until:
                 kill_tree(self.process.pid)
-                sys.exit(f"the run did not go on:\n{self.output.read_text()[-3000:]}")
+                sys.exit(f"the run did not continue:\n{self.output.read_text()[-3000:]}")
             time.sleep(0.005)
 
     def train_for(self, seconds: float) -> None:
@@ -129,7 +138,10 @@ class Run:
         self.wait_until(lambda: time.perf_counter() >= until, seconds + PATIENCE_S)
 
     def kill(self, rank: int) -> tuple[float, int]:
-        """Kill a worker; return the time, and the highest step so far, once both have ended."""
+        """Kill a worker, and wait until the other one has ended too.
+
+        Return the time of the kill and the highest step so far.
+        """
         victim, other = find_worker(self.process.pid, rank), find_worker(self.process.pid, 1 - rank)
         killed = time.perf_counter()
         os.kill(victim, signal.SIGKILL)
@@ -137,7 +149,7 @@ class Run:
         return killed, self.step
 
     def stop(self) -> dict[str, Any]:
-        """Preempt the run; return its result."""
+        """Preempt the run and return its result."""
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(PATIENCE_S)
         result: dict[str, Any] = json.loads((self.directory / "result.json").read_text())
@@ -145,7 +157,7 @@ class Run:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process runs: a zombie does not."""
+    """Return True if a process runs. A zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -153,9 +165,10 @@ def is_alive(pid: int) -> bool:
 
 
 def read_attempts(log_text: str) -> list[Attempt]:
-    """Return the attempts of a run, from its main.rank0.log with a line for every step."""
+    """Read the attempts of a run from its main.rank0.log, which has a line for every step."""
     attempts: list[Attempt] = []
-    since: datetime | None = None  # the step before, if no save was in progress at its end
+    # The end of the previous step, if no save was in progress then.
+    since: datetime | None = None
     is_saving = False
     for event in EVENT.finditer(log_text):
         if event["start"]:
@@ -170,14 +183,15 @@ def read_attempts(log_text: str) -> list[Attempt]:
             now = datetime.strptime(event["time"], "%Y-%m-%d %H:%M:%S,%f")
             attempt = attempts[-1]
             attempt.step = int(event["step"])
-            if since is not None and attempt.step > attempt.resumed + FIRST_STEPS:
+            if since is not None and attempt.step > attempt.resumed + SLOW_STEPS:
                 attempt.quiet_s.append((now - since).total_seconds())
             since = None if is_saving else now
-    return [attempt for attempt in attempts if attempt.step]  # others were killed before a step
+    # Leave out attempts that were killed before their first step.
+    return [attempt for attempt in attempts if attempt.step]
 
 
 def undisturbed_s(attempts: list[Attempt]) -> float:
-    """Return the seconds that the steps which the run has kept take without saves and kills."""
+    """Compute the time that the steps that the run has kept would take without saves and kills."""
     paces = [mean(attempt.quiet_s) for attempt in attempts if attempt.quiet_s]
     if not paces:
         sys.exit("the run is too short: no step was undisturbed")
@@ -185,17 +199,22 @@ def undisturbed_s(attempts: list[Attempt]) -> float:
     total = 0.0
     ends = [*(attempt.resumed for attempt in attempts[1:]), attempts[-1].step]
     for attempt, end in zip(attempts, ends, strict=True):
-        if attempt.quiet_s:  # a short attempt has the pace of another
+        # A short attempt without undisturbed steps gets the pace of the previous one.
+        if attempt.quiet_s:
             pace = mean(attempt.quiet_s)
         total += (end - attempt.resumed) * pace
     return total
 
 
 def single_kills(scratch: Path, every: str, kills: int, rng: random.Random) -> dict[str, Any]:
-    """Return the seconds until the first new step, and those of lost training, of each kill."""
+    """Kill workers of a run one by one.
+
+    Measure the seconds until the first new step, and the seconds of lost training.
+    """
     run = Run(scratch, f"snapshot.every_steps={every}")
     run.wait_until(lambda: run.step >= 50)
-    if every == "auto":  # its first snapshot comes after 30 s at the latest
+    # With auto, the first snapshot comes after 30 s at the latest.
+    if every == "auto":
         run.wait_until(lambda: any(run.directory.glob("snapshots/*/manifest.json")))
     recovered, lost = [], []
     for number in range(kills):
@@ -216,7 +235,7 @@ def single_kills(scratch: Path, every: str, kills: int, rng: random.Random) -> d
 
 
 def restart_stages(log_text: str) -> dict[str, float]:
-    """Return the median seconds of each stage of the restarts, from the lines of main.rank0.log."""
+    """Compute the median seconds of each stage of the restarts from main.rank0.log."""
     starts = re.findall(r"INFO of these: (.*)", log_text)[1:]
     seconds: dict[str, list[float]] = {}
     for start in starts:
@@ -226,14 +245,14 @@ def restart_stages(log_text: str) -> dict[str, float]:
 
 
 def resumed_step(run: Path) -> int:
-    """Return the step from which the last attempt has gone on."""
+    """Return the step of the snapshot that the last attempt has resumed from."""
     records = map(json.loads, (run / METRICS).read_bytes().split(b"\n")[:-1])
     starts = [record["step"] for record in records if "start" in record]
     return int(starts[-1])
 
 
 def summary(values: list[float]) -> dict[str, Any]:
-    """Return the median, the 90th percentile, the highest, and all values."""
+    """Compute the median, the 90th percentile and the maximum, and keep all values."""
     p90 = quantiles(values, n=10, method="inclusive")[-1]
     rounded = [round(value, 3) for value in values]
     return {
@@ -245,10 +264,14 @@ def summary(values: list[float]) -> dict[str, Any]:
 
 
 def under_kills(scratch: Path, seconds: float, between_s: float) -> dict[str, Any]:
-    """Return the goodput of a run under kills, by stopwatch and its own.
+    """Measure the goodput of a run under kills by stopwatch, and read the run's own.
 
-    The first kill comes half an interval after the command, so that the number of kills is that of
-    the intervals.
+    The first kill comes half an interval after the command, so there is one kill in each interval.
+
+    Args:
+        scratch: Directory for the run.
+        seconds: Length of the run.
+        between_s: Time between two kills.
     """
     mtbf = f"snapshot.mtbf_hours={between_s / 3600:.4f}"
     run = Run(scratch, "snapshot.every_steps=auto", mtbf)
@@ -279,24 +302,30 @@ def under_kills(scratch: Path, seconds: float, between_s: float) -> dict[str, An
 def command_line() -> argparse.Namespace:
     options = parser(__doc__, "goodput_measured")
     options.add_argument(
-        "--parts", default=",".join(PARTS), help="separated by commas (default: %(default)s)"
+        "--parts", default=",".join(PARTS), help="parts, separated by commas (default: %(default)s)"
     )
     options.add_argument(
-        "--kills", type=int, default=20, help="of each way to save (default: %(default)s)"
+        "--kills",
+        type=int,
+        default=20,
+        help="number of kills with each value of snapshot.every_steps (default: %(default)s)",
     )
     options.add_argument(
-        "--minutes", type=float, default=10.0, help="of the part minute (default: %(default)s)"
+        "--minutes",
+        type=float,
+        default=10.0,
+        help="length of the run of the part minute (default: %(default)s)",
     )
     options.add_argument("--seed", type=int, default=0)
     chosen = options.parse_args()
     chosen.parts = chosen.parts.split(",")
     if unknown := {*chosen.parts} - {*PARTS}:
-        options.error(f"no part: {', '.join(unknown)}; choose from {', '.join(PARTS)}")
+        options.error(f"unknown part: {', '.join(unknown)}; choose from {', '.join(PARTS)}")
     return chosen
 
 
 def kills_rows(results: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the rows of the part kills for docs/benchmarks.md."""
+    """Write the rows of the part kills for docs/benchmarks.md."""
     rows = []
     for every, found in results["kills"].items():
         seconds, lost = found["to_a_new_step_s"], found["lost_training_s"]
@@ -320,7 +349,7 @@ def kills_rows(results: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def run_row(part: str, found: dict[str, Any]) -> tuple[str, str]:
-    """Return the row of a run under kills for docs/benchmarks.md."""
+    """Write the row of a run under kills for docs/benchmarks.md."""
     return (
         f"goodput of {found['seconds'] / 60:.0f} minutes, `every_steps=auto`, one kill -9 in "
         f"{BETWEEN_S[part] / 60:.0f} minutes",
@@ -352,7 +381,7 @@ def main() -> None:
         found = results.get(part)
         if found and found["by_stopwatch"] < goal:
             failures.append(f"{part}: goodput {found['by_stopwatch']}, below {goal}")
-        if found and found["own"] < found["by_stopwatch"] - POINT:
+        if found and found["own"] < found["by_stopwatch"] - TOLERANCE:
             failures.append(
                 f"{part}: {found['by_stopwatch']} by stopwatch, {found['own']} by itself"
             )

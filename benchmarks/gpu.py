@@ -1,27 +1,29 @@
-"""All measurements that need a GPU, in parts that go on where an earlier call of them stopped.
+"""Run all measurements that need a GPU. They come in parts, which later calls can continue.
 
-0  look first: where the host waits for the GPU in a step, an evaluation, staging, decoding and
-   logging; a profiled run; the memory that `python -m mingpt_ddp plan` expects against the peak
-1  the tests marked gpu: quick ones, then bf16 in two parts, then the others
-2  the same bits after kill -9 of a worker, with trainer.compile=true and
-   trainer.deterministic=true, and their cost
-3  tokens/s and utilization at 10.7M parameters (nanoGPT's shakespeare_char) and in GPT-2's shape
-   (12 layers, 768 wide, context 1024: 124M parameters with its own vocabulary, 86M with the 65
-   characters that are used here), against nanoGPT, the measured rate of matrix products and the
-   vendor's bf16 peak
-4  CUDA graphs, sampling one stream and ten, the stall of a snapshot of 124M parameters against
-   torch.save
-5  time to a validation loss of 1.47 on tinyshakespeare, ours and nanoGPT's
-6  experiment=shakespeare_char_best on two seeds
-7  what is likely faster, beside what is done: host memory, flags, broadcasts, DDP's timer,
-   all-reduces and all-gathers; cuDNN attention, a padded vocabulary, trainer.compile
-8  ranks on one GPU: two over gloo, one of them killed; one over NCCL, in every strategy
+0  find problems first: where the host waits for the GPU in a step, an evaluation, staging, decoding
+   and logging; a profiled run; the peak of the memory, compared to what `python -m mingpt_ddp plan`
+   expects
+1  run the tests marked gpu: quick ones, then bf16 in two parts, then the others
+2  compare the bits of runs with and without kill -9 of a worker, with trainer.compile=true and
+   trainer.deterministic=true, and measure what these two cost
+3  measure tokens/s and utilization at 10.7M parameters (nanoGPT's shakespeare_char) and in GPT-2's
+   shape (12 layers, 768 wide, context 1024: 124M parameters with its own vocabulary, 86M with the
+   65 characters that are used here), compared to nanoGPT, to the measured rate of matrix products
+   and to the vendor's bf16 peak
+4  measure CUDA graphs, sampling with one stream and with ten, and the stall of a snapshot of 124M
+   parameters, compared to torch.save
+5  measure the time to a validation loss of 1.47 on tinyshakespeare, ours and nanoGPT's
+6  train experiment=shakespeare_char_best with two seeds
+7  compare the package with other ways that may be faster: host memory, flags, broadcasts, DDP's
+   timer, all-reduces and all-gathers, cuDNN attention, a padded vocabulary, trainer.compile
+8  run ranks on one GPU: two over gloo, one of which is killed, and one over NCCL in every strategy
 
-A part prints a table, writes gpu_<part>.json, and lists what it skipped for lack of time. Each
-finished measurement is kept in gpu_<part>.kept.json: call the part again for the others, for what
-failed, and for more repetitions; with --fresh for all of it. Compiled code is cached in the same
-directory. nanoGPT is not part of this project: its own train.py and model.py run from a temporary
-copy of the checkout that --nanogpt names. Nothing here needs a network.
+A part prints a table, writes gpu_<part>.json, and lists the measurements that it skipped for lack
+of time. Each finished measurement is kept in gpu_<part>.kept.json. Call the part again for skipped
+and failed measurements and for more repetitions, or with --fresh to measure everything again.
+Compiled code is cached in the same directory. nanoGPT is not part of this project. Its own train.py
+and model.py run from a temporary copy of the checkout that --nanogpt names. Nothing here needs a
+network.
 
     export MINGPT_SHAKESPEARE=input.txt
     for parts in "0 1" "2 1" "3 7" "4 8" 5; do python benchmarks/gpu.py --part $parts; done
@@ -46,7 +48,7 @@ from download_wheels import name_of, requirements  # noqa: E402
 
 
 def missing_packages() -> list[str]:
-    """Return torch and what `make wheels` downloads, as far as it is not installed."""
+    """List the packages that are not installed, among torch and the packages of `make wheels`."""
     names = ["torch", *map(name_of, requirements())]
     return [name for name in names if not is_installed(name)]
 
@@ -69,34 +71,39 @@ def command_line() -> argparse.Namespace:
         nargs="+",
         required=True,
         choices=PARTS,
-        help="one or more, in this order; each gets an equal share of the time that is left",
+        help="numbers of parts, run in this order; each gets an equal share of the remaining time",
     )
     made.add_argument(
-        "--nanogpt", type=Path, metavar="DIR", help="a checkout of nanoGPT (default: skip it)"
+        "--nanogpt", type=Path, metavar="DIR", help="a checkout of nanoGPT (default: skip nanoGPT)"
     )
     made.add_argument(
         "--out",
         type=Path,
         default=ROOT / "outputs" / "gpu",
-        help="directory (default: %(default)s)",
+        help="directory for the results (default: %(default)s)",
     )
     made.add_argument(
-        "--minutes", type=float, default=8.0, help="of this call, at most (default: %(default)s)"
+        "--minutes",
+        type=float,
+        default=8.0,
+        help="longest duration of this call (default: %(default)s)",
     )
     made.add_argument(
         "--repetitions",
         type=int,
         default=5,
-        help="of each measurement, at most (default: %(default)s)",
+        help="largest number of repetitions of each measurement (default: %(default)s)",
     )
     made.add_argument(
         "--wheels",
         default="wheels",
         metavar="DIR",
-        help="directory of `make wheels`, for the message on missing packages",
+        help="directory of `make wheels`, which the message about missing packages names",
     )
     made.add_argument(
-        "--fresh", action="store_true", help="forget what earlier calls of these parts measured"
+        "--fresh",
+        action="store_true",
+        help="forget the measurements of earlier calls of these parts",
     )
     made.add_argument(
         "--dry-run", action="store_true", help="smoke test: tiny sizes on the CPU, one repetition"
@@ -124,7 +131,7 @@ def main() -> None:
     chosen, ends_at = command_line(), time.monotonic()
     ends_at += 60 * chosen.minutes
     refuse(chosen)
-    # These import numpy.
+    # Import these only now, because they need numpy.
     from common import in_fresh_process
     from gpu_runs import device_facts
 
@@ -146,7 +153,7 @@ def main() -> None:
 def run_part(
     number: int, chosen: argparse.Namespace, out: Path, facts: dict[str, Any], ends_at: float
 ) -> bool:
-    """Measure a part, print and write its results; return whether something failed."""
+    """Measure a part, then print and write its results. Return True if something failed."""
     from common import report
     from gpu_kept import Kept
     from gpu_parts import PARTS

@@ -1,4 +1,4 @@
-"""Part 7 of gpu.py: what is likely faster on a GPU, beside what the package and torch do."""
+"""Part 7 of gpu.py: compare what the package and torch do with other ways, to find faster ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from trainers import PLAIN, Setting
 
 HEADER = ["what", "way", "figure", "unit", "over the first way"]
 
-# Name, function of a process of its own, unit, and how many of it are a second or a byte.
+# Each comparison has a name, a function to call in a new process, a unit, and the factor that turns
+# seconds or bytes into this unit.
 IN_PROCESS: list[tuple[str, Callable[[str, bool], Seconds], str, float]] = [
     ("staging buffer, 1.5 GB, allocation", ways_of.allocation, "ms", 1e3),
     ("staging buffer, 1.5 GB, memory", ways_of.host_memory, "GB", 1e-9),
@@ -33,7 +34,10 @@ IN_PROCESS: list[tuple[str, Callable[[str, bool], Seconds], str, float]] = [
 
 
 def attention(part: Part) -> dict[str, dict[str, Callable[[], float]]]:
-    """Return tokens/s with cuDNN's attention, which torch prefers on Hopper, and without."""
+    """Make functions that measure tokens/s with and without cuDNN's attention.
+
+    torch prefers this attention on Hopper.
+    """
     settings = {"tiny": TINY} if part.dry else {"10.7M": CHAR, "GPT-2's shape": GPT2}
     found = {}
     for name, setting in settings.items():
@@ -48,9 +52,9 @@ def attention(part: Part) -> dict[str, dict[str, Callable[[], float]]]:
 
 
 def short_runs(part: Part) -> dict[str, Callable[[], float]]:
-    """Return the seconds of a whole short run, compiled as trainer.compile=auto decides, or not.
+    """Make functions that time a whole short run with trainer.compile=auto and with false.
 
-    Nothing has been compiled before, as in a first run.
+    Nothing has been compiled before, as in a user's first run.
     """
     setting, steps = (TINY, 6) if part.dry else (CHAR, 300)
     return {
@@ -62,14 +66,14 @@ def short_runs(part: Part) -> dict[str, Callable[[], float]]:
 def seconds_of_run(part: Part, setting: Setting, steps: int, mode: str) -> float:
     words = [f"trainer.compile={mode}", f"trainer.max_steps={steps}"]
     command = our_command(part, setting, PLAIN, *words)
-    with tempfile.TemporaryDirectory(dir=part.scratch) as empty:  # nothing compiled is there
+    with tempfile.TemporaryDirectory(dir=part.scratch) as empty:  # a cache without compiled code
         begin = time.perf_counter()
         finished(["env", f"TORCHINDUCTOR_CACHE_DIR={empty}", *command], part)
         return time.perf_counter() - begin
 
 
 def comparisons(part: Part) -> Table:
-    """Measure every way; one that fails does not stop the others."""
+    """Measure every way. If one fails, the others are still measured."""
     figures: dict[str, Any] = {}
     rows: list[list[str]] = []
 

@@ -1,4 +1,4 @@
-"""Part 0 of gpu.py, in three minutes: what would make a longer measurement pointless."""
+"""Part 0 of gpu.py: find out in three minutes what would make longer measurements pointless."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROFILED = r"profile:\n[\s\S]*?Self CPU time total: ([\d.]+)(us|ms|s)\b"
 MILLISECONDS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 GPT2_STEPS = ["model=gpt2", "data.block_size=1024", "trainer.batch_size=12"]
 TINY_STEPS = ["model=gpt_nano", "data.block_size=16", "trainer.batch_size=4"]
-# what peaks differ by
+# Overrides that change the peak of the memory.
 MEMORY_CASES = {
     "eager": ["trainer.activation_checkpointing=false"],
     "recomputed": ["trainer.activation_checkpointing=true"],
@@ -49,7 +49,7 @@ def data(part: Part) -> list[str]:
 
 
 def waits(part: Part, figures: dict[str, Any], rows: list[list[str]]) -> None:
-    """Hold the waits of the host against those that are permitted."""
+    """Count where the host waits for the GPU. A wait that is not permitted is a failure."""
     count = partial(in_fresh_process, count_waits, part.device, data(part), cases(part.dry))
     with part.within(0.6):
         found = part.measure("waits", partial(count, limit_s=part.left_s()))
@@ -69,7 +69,7 @@ def waits(part: Part, figures: dict[str, Any], rows: list[list[str]]) -> None:
 
 
 def profiled(part: Part, figures: dict[str, Any], rows: list[list[str]]) -> None:
-    """Profile four steps of a short run; its table and its trace must exist."""
+    """Profile four steps of a short run, which must print a table and write a trace."""
     found = part.measure("a profiled run", partial(profile, part))
     if found is None:
         return
@@ -98,10 +98,10 @@ def profile(part: Part) -> dict[str, Any]:
 
 
 def finished(command: list[str], part: Part) -> str:
-    """Return the output of a command.
+    """Run a command and return its output.
 
     Raises:
-        RuntimeError: it failed; with the end of its output.
+        RuntimeError: The command failed. The error shows the end of its output.
     """
     done = subprocess.run(
         command,
@@ -123,7 +123,7 @@ def finished(command: list[str], part: Part) -> str:
 def memory(
     part: Part, name: str, words: list[str], figures: dict[str, Any], rows: list[list[str]]
 ) -> None:
-    """Compare the peak of some steps with what `plan` expects of the same steps."""
+    """Compare the peak of the memory in a few steps with the peak that `plan` expects for them."""
     shape = TINY_STEPS if part.dry else GPT2_STEPS
     precision = "fp32" if part.dry else "bf16"
     words = [
@@ -147,9 +147,9 @@ def memory(
 
 
 def peak_bytes(device: str, words: list[str]) -> int | None:
-    """Return torch.cuda.max_memory_allocated of three steps, model and optimizer included.
+    """Measure torch.cuda.max_memory_allocated of three steps, including model and optimizer.
 
-    Return None on a CPU, where torch does not count. Call it in a new process.
+    Return None on a CPU, where torch does not count memory. Call this function in a new process.
     """
     import torch
 
@@ -175,7 +175,7 @@ def peak_bytes(device: str, words: list[str]) -> int | None:
 
 
 def planned_bytes(part: Part, words: list[str]) -> int | None:
-    """Return the peak of one rank that `plan` expects on this GPU, if it knows it."""
+    """Ask `plan` for the peak of one rank on this GPU. Return None if `plan` fails."""
     gpu = "h200" if "H200" in part.facts.get("device", "") else "h100"
     command = [sys.executable, "-m", "mingpt_ddp", "plan", *words, f"device={gpu}", "format=json"]
     command = ["env", f"PYTHONPATH={ROOT}", *command]

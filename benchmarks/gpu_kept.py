@@ -1,4 +1,4 @@
-"""For gpu.py: the measurements that earlier calls of a part finished, so that a part goes on."""
+"""Keep finished measurements for gpu.py, so that a later call can continue a part."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from common import log
 
 
 class Kept:
-    """Measurements by name, in a JSON file that is replaced after each of them."""
+    """Measurements by name, in a JSON file that is replaced after each measurement."""
 
     def __init__(self, path: Path | None = None, about: dict[str, Any] | None = None) -> None:
-        """Read the file, unless it is of another device, text or version of torch.
+        """Read the file, unless it has measurements with another device, text or version of torch.
 
         Args:
-            path: None keeps nothing beyond this process.
-            about: what all measurements of the file have in common.
+            path: The JSON file. None keeps nothing beyond this process.
+            about: Properties that all measurements in the file share.
         """
         self._path = path
         self._about = about or {}
-        self._found: dict[str, dict[str, Any]] = {}  # value and seconds, by name
+        self._found: dict[str, dict[str, Any]] = {}  # value and seconds of each, by name
         if path is None or not path.is_file():
             return
         read: dict[str, Any] = {}
-        with contextlib.suppress(ValueError):  # damaged: measure again
+        # If the file is damaged, measure everything again.
+        with contextlib.suppress(ValueError):
             read = json.loads(path.read_text())
         if read.get("about") == self._about:
             self._found = read["measurements"]
-            log(f"{path.name}: {len(self._found)} measurements of earlier calls stay")
+            log(f"{path.name}: keeping {len(self._found)} measurements of earlier calls")
         else:
-            log(f"{path.name} is of another device, text or torch; measuring all again")
+            log(f"{path.name} has another device, text or torch; measuring everything again")
 
     def __contains__(self, name: str) -> bool:
         return name in self._found

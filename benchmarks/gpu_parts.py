@@ -1,4 +1,4 @@
-"""The parts of gpu.py. Each returns its figures for JSON, and the header and rows of its table."""
+"""Define the parts of gpu.py. Each returns figures for JSON, and the header and rows of a table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from common import ROOT, cell, environment, in_fresh_process, spread
 from gpu_comparisons import comparisons
 from gpu_first import first_look
 from gpu_ranks import ranks_on_one_gpu
-from gpu_runs import Part, Table, in_parts, ratios, shown, spreads
+from gpu_runs import Part, Table, digest_of_training, ratios, shown, spreads
 from gpu_training import (
     CHAR,
     RECIPES,
@@ -69,11 +69,12 @@ def run_tests(part: Part) -> Table:
 
 
 def pytest(part: Part, words: str, done: list[str]) -> str:
-    """Return the output of pytest, interrupted when the time is up.
+    """Run pytest and return its output. When the time is up, it is interrupted.
 
     Args:
-        words: which tests, for -k.
-        done: the names of those to leave out.
+        part: The part, which has the remaining time.
+        words: An expression that selects tests, for -k.
+        done: Names of tests to leave out.
     """
     command = [sys.executable, "-m", "pytest", TESTS, "-m", "gpu", "-k", words, "-v", "--tb=short"]
     command += [f"--deselect={TESTS}::{name}" for name in done]
@@ -103,7 +104,8 @@ def exactness(part: Part) -> Table:
     Both are compiled and deterministic.
     """
     setting = TINY if part.dry else CHAR
-    total, every, kill_at = (30, 5, 8) if part.dry else (400, 50, 120)  # steps
+    # The number of steps, the interval between snapshots, and the step of the kill.
+    total, every, kill_at = (30, 5, 8) if part.dry else (400, 50, 120)
     exact = [
         "trainer.deterministic=true",
         "run.resume=auto",
@@ -113,7 +115,7 @@ def exactness(part: Part) -> Table:
         f"trainer.log_every={2 if part.dry else 10}",
     ]
     figures: dict[str, Any] = {"compiled": part.compiles and not part.dry, "identical": {}}
-    # do not reuse a compile cache
+    # The killed run must compile again, without a cache.
     cold = ["env", f"TORCHINDUCTOR_CACHE_DIR={part.scratch / 'compiled again'}"]
     for name, recipe in RECIPES.items() if not part.dry else [("modern", RECIPES["modern"])]:
         digests = []
@@ -123,7 +125,7 @@ def exactness(part: Part) -> Table:
                 part, setting, recipe, *exact, f"run.name={run}", "model.dropout=0.1"
             )
             command = [*cold, *command] if kill else command
-            work = partial(in_parts, part, command, part.scratch / "runs" / run, kill)
+            work = partial(digest_of_training, part, command, part.scratch / "runs" / run, kill)
             with part.within(0.4):
                 digests.append(part.measure(f"bit-identity, {run}", work))
         figures["identical"][name] = None if None in digests else digests[0] == digests[1]
@@ -224,7 +226,7 @@ def cuda_graphs(part: Part, figures: dict[str, Any], rows: list[list[str]]) -> N
 
 
 def sampled(part: Part, figures: dict[str, Any], rows: list[list[str]]) -> None:
-    """Measure characters/s of one stream and of ten."""
+    """Measure the characters/s of sampling with one stream and with ten."""
     precision, characters = part.facts.get("precision", "fp32"), 30 if part.dry else 2000
     candidates: dict[str, Callable[[], float]] = {}
 

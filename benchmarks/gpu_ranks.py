@@ -1,7 +1,7 @@
-"""Part 8 of gpu.py: ranks on one GPU. Two over gloo, which may share it; one over NCCL.
+"""Part 8 of gpu.py: run ranks on one GPU, two over gloo, which can share a GPU, and one over NCCL.
 
-One rank has no peer: the second half shows that NCCL takes what each strategy asks of it, the
-types, the streams and the hooks, and that the steps give the numbers of a single process.
+A single rank has no peer. The NCCL half therefore shows two things: NCCL accepts the types, streams
+and hooks of each strategy, and the steps give the same numbers as a process without NCCL.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any
 
 from common import compose_config, in_fresh_process
 from gpu_first import data
-from gpu_runs import Part, Table, in_parts
+from gpu_runs import Part, Table, digest_of_training
 from gpu_training import CHAR, TINY, our_command
 from gpu_ways import one_rank
 from trainers import PLAIN
 
 HEADER = ["what", "losses", "of one process"]
 STEPS = 4
-CLOSE = 2e-3  # of losses in fp32
-# name: overrides; each trains with the strategy that the package gives to several ranks
+TOLERANCE = 2e-3  # largest difference of losses in fp32
+# Overrides by name. Each case trains with the strategy that the package gives to several ranks.
 STRATEGIES = {
     "ddp": ["ddp.strategy=ddp"],
     "ddp, hook fp16": ["ddp.strategy=ddp", "ddp.comm_hook=fp16"],
@@ -42,7 +42,8 @@ def ranks_on_one_gpu(part: Part) -> Table:
 def killed_over_gloo(part: Part, figures: dict[str, Any], rows: list[list[str]]) -> None:
     """Compare weights and moments of two ranks with and without kill -9 of one of them."""
     setting = TINY if part.dry else CHAR
-    total, every, kill_at = (30, 5, 8) if part.dry else (200, 25, 60)  # steps
+    # The number of steps, the interval between snapshots, and the step of the kill.
+    total, every, kill_at = (30, 5, 8) if part.dry else (200, 25, 60)
     words = [
         "ddp.nproc_per_node=2",
         "ddp.backend=gloo",
@@ -57,7 +58,7 @@ def killed_over_gloo(part: Part, figures: dict[str, Any], rows: list[list[str]])
     for kill in (0, kill_at):
         run = f"gloo-{'killed' if kill else 'whole'}"
         command = our_command(part, setting, PLAIN, *words, f"run.name={run}")
-        work = partial(in_parts, part, command, part.scratch / "runs" / run, kill)
+        work = partial(digest_of_training, part, command, part.scratch / "runs" / run, kill)
         digests.append(part.measure(f"two ranks over gloo, {run}", work))
     is_same = None if None in digests else digests[0] == digests[1]
     figures["gloo_identical"] = is_same
@@ -68,7 +69,7 @@ def killed_over_gloo(part: Part, figures: dict[str, Any], rows: list[list[str]])
 
 
 def over_nccl(part: Part, figures: dict[str, Any], rows: list[list[str]]) -> None:
-    """Train some steps of one rank in every strategy; the losses must be those without."""
+    """Train a few steps of one rank in every strategy. Compare the losses to a plain process."""
     backend = "gloo" if part.dry else "NCCL"
     figures["losses"] = {}
     for name, words in STRATEGIES.items():
@@ -79,16 +80,17 @@ def over_nccl(part: Part, figures: dict[str, Any], rows: list[list[str]]) -> Non
         figures["losses"][name] = found
         alone, grouped = found
         apart = max(abs(loss - other) for loss, other in zip(grouped, alone, strict=True))
-        if apart > CLOSE:
+        if apart > TOLERANCE:
             part.failures.append(f"one rank, {name}: losses {grouped}, not {alone}")
         texts = [" ".join(f"{loss:.4f}" for loss in losses) for losses in (grouped, alone)]
         rows.append([f"one rank over {backend}, {name}", *texts])
 
 
 def compare_losses(device: str, words: list[str]) -> tuple[list[float], list[float]]:
-    """Return the losses of some steps of a process alone, and on the strategy's own code.
+    """Compute the losses of a few steps twice: in a plain process, and with the strategy's code.
 
-    The package gives a single rank no process group, so this joins one and builds the strategy.
+    The package does not give a single rank a process group. This function joins one and builds the
+    strategy itself.
     """
     alone = losses_of_steps(device, words, in_group=False)
     with one_rank(device):
@@ -131,7 +133,7 @@ def losses_of_steps(device: str, words: list[str], in_group: bool) -> list[float
 
 
 def strategy_of_ranks(config: Any, runtime: Any) -> Any:
-    """Return the strategy that several ranks get."""
+    """Build the strategy that the package would give to several ranks."""
     from mingpt_ddp.distributed.strategies import strategy_class
 
     strategy = strategy_class(config.ddp, world_size=2)

@@ -1,4 +1,4 @@
-"""For gpu.py: the state and time budget of a part, and runs that it monitors or kills."""
+"""Track the state and the time of a part of gpu.py, and run commands that it monitors or kills."""
 
 from __future__ import annotations
 
@@ -21,26 +21,41 @@ from stopwatch import find_worker, running
 
 T = TypeVar("T")
 Table = tuple[dict[str, Any], list[str], list[list[str]]]  # figures, header, rows
-MARGIN = 1.2  # a run may take this many times as long as the previous one
-RESERVE_S = 5.0  # of a part, for its report
-SEED = 0  # of the text that replaces tinyshakespeare for speed measurements
+MARGIN = 1.2  # allow a run this many times the duration of the previous one
+RESERVE_S = 5.0  # time at the end of a part that is reserved for its report
+TEXT_SEED = 0  # seed of the random text that replaces tinyshakespeare for speed measurements
 
 
 @dataclass
 class Part:
-    """A running part of the measurements."""
+    """A running part of the measurements.
 
-    dry: bool  # tiny sizes on the CPU
-    scratch: Path  # an empty directory
+    Attributes:
+        dry: True for a smoke test with tiny sizes on the CPU.
+        scratch: A temporary directory.
+        text: Path of the training text.
+        nanogpt: Path of a checkout of nanoGPT, or None.
+        repetitions: Largest number of repetitions of a measurement.
+        ends_at: Time at which the part must end, by time.monotonic().
+        facts: Facts about the device.
+        kept: Finished measurements of earlier calls and of this one.
+        out: Directory for runs that a later call continues. None uses the temporary directory.
+        repetition: Number of the current repetition.
+        notes: The skipped measurements, each with a reason.
+        failures: The failed measurements, each with its error.
+    """
+
+    dry: bool
+    scratch: Path
     text: Path
-    nanogpt: Path | None  # a checkout
-    repetitions: int  # at most
-    ends_at: float  # of time.monotonic()
-    facts: dict[str, Any] = field(default_factory=dict)  # about the device
-    kept: Kept = field(default_factory=Kept)  # of earlier calls, and of this one
-    out: Path | None = None  # for runs that a later call continues; None: the empty directory
-    repetition: int = 1  # of the measurement under way
-    notes: list[str] = field(default_factory=list)  # what was skipped, and why
+    nanogpt: Path | None
+    repetitions: int
+    ends_at: float
+    facts: dict[str, Any] = field(default_factory=dict)
+    kept: Kept = field(default_factory=Kept)
+    out: Path | None = None
+    repetition: int = 1
+    notes: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
     @property
@@ -69,13 +84,20 @@ class Part:
             self.ends_at = ends_at
 
     def attempt(self, what: str, work: Callable[[], T], needed_s: float = 0.0) -> T | None:
-        """Return the result of `work`; None if it fails or is out of time."""
+        """Call `work` and return its result. Return None if it fails or the time is up.
+
+        Args:
+            what: Name of the measurement in the log.
+            work: The measurement.
+            needed_s: Seconds that it is expected to take. It is skipped if less time is left.
+        """
         if self.left_s() <= needed_s + 1:
             self.skip(what, "no time left")
             return None
         try:
             return work()
-        except (Exception, SystemExit) as error:  # continue with the other measurements
+        # Note the failure, and continue with the other measurements.
+        except (Exception, SystemExit) as error:
             if self.left_s() < 1:
                 self.skip(what, "not finished in time")
             else:
@@ -84,7 +106,10 @@ class Part:
             return None
 
     def measure(self, what: str, work: Callable[[], T], needed_s: float = 0.0) -> T | None:
-        """Return the result of `work`, a JSON value, or that of an earlier call; see `attempt`."""
+        """Return the kept result of a measurement, or call `work` as `attempt` does and keep it.
+
+        The result must be a JSON value.
+        """
         if what in self.kept:
             found: T = self.kept.value(what)
             return found
@@ -96,7 +121,10 @@ class Part:
         return value
 
     def alternate(self, what: str, candidates: Mapping[str, Callable[[], T]]) -> dict[str, list[T]]:
-        """Measure A, B, A, B ... while repetitions and time are left; drop those that fail."""
+        """Measure candidates in turns, until all repetitions are done or the time is up.
+
+        A candidate that fails is dropped.
+        """
         values: dict[str, list[T]] = {name: [] for name in candidates}
         took = dict.fromkeys(candidates, 0.0)
         for repetition in range(1, self.repetitions + 1):
@@ -113,7 +141,7 @@ class Part:
 
 
 def ratios(ours: list[float] | None, theirs: list[float] | None) -> dict[str, Any] | None:
-    """Return the paired ratios of ours over theirs, as far as there are pairs."""
+    """Divide our values by theirs, as far as there are pairs, and compute the spread."""
     pairs = list(zip(ours or [], theirs or [], strict=False))
     return compare(*zip(*pairs, strict=True)) if pairs else None
 
@@ -130,7 +158,7 @@ def spreads(values: Mapping[str, list[float]]) -> dict[str, Any]:
 
 
 def device_facts(device: str) -> dict[str, Any]:
-    """Return facts about the device. Call it in a new process: it allocates GPU memory."""
+    """Collect facts about the device. Call this in a new process, because it uses GPU memory."""
     import torch
     from matmul_rate import measured_matmul_flops
 
@@ -157,7 +185,7 @@ def device_facts(device: str) -> dict[str, Any]:
 
 
 def flops_per_token(overrides: dict[str, list[str]], vocab_size: int) -> dict[str, float]:
-    """Return the FLOPs per token of the models that the overrides select."""
+    """Compute the FLOPs per token of the models that the overrides select, by their names."""
     import torch
 
     from mingpt_ddp import models
@@ -175,22 +203,32 @@ def flops_per_token(overrides: dict[str, list[str]], vocab_size: int) -> dict[st
 
 
 def text_or_random(directory: Path, characters: int) -> tuple[Path, bool]:
-    """Return tinyshakespeare and True; or random text of as many distinct characters and False."""
+    """Find tinyshakespeare, or write a random text with as many distinct characters.
+
+    Returns:
+        The path of the text, and True if it is tinyshakespeare.
+    """
     if os.environ.get(TEXT_VARIABLE):
         return corpus_path(), True
     path = directory / "random.txt"
     alphabet = string.ascii_letters + string.digits + "\n ."
-    path.write_text(alphabet + "".join(random.Random(SEED).choices(alphabet, k=characters)))
+    path.write_text(alphabet + "".join(random.Random(TEXT_SEED).choices(alphabet, k=characters)))
     return path, False
 
 
 @dataclass(frozen=True)
 class Descent:
-    """The validation losses of a training process."""
+    """The validation losses of a training process.
 
-    losses: list[tuple[float, int, float]]  # seconds since its start, step, nats per character
-    first_step_s: float  # until the first step was logged; 0: none
-    has_ended: bool = False  # by itself, not at the target or out of time
+    Attributes:
+        losses: Seconds since the start, step, and loss in nats per character.
+        first_step_s: Seconds until the first step was logged, or 0 if there was none.
+        has_ended: True if the process ended by itself, and was not stopped.
+    """
+
+    losses: list[tuple[float, int, float]]
+    first_step_s: float
+    has_ended: bool = False
 
     @property
     def best(self) -> float:
@@ -203,14 +241,19 @@ class Descent:
 def descend(
     part: Part, command: list[str], cwd: Path, report: str, step: str, target: float
 ) -> Descent:
-    """Train until the validation loss reaches the target, or to the end.
+    """Train until the validation loss reaches the target, or the command ends.
 
     Args:
-        report: matches a line with a validation loss; its groups are the step and the loss.
-        step: matches the log line of a step.
+        part: The part, which has the remaining time.
+        command: The command that trains.
+        cwd: Its working directory.
+        report: Regular expression for a line with a validation loss, with groups for the step and
+            the loss.
+        step: Regular expression for the log line of a step.
+        target: The loss at which the process is stopped.
 
     Raises:
-        RuntimeError: it ended without a validation loss.
+        RuntimeError: The process ended without a validation loss.
     """
     begin, first, tail = time.monotonic(), 0.0, list[str]()
     losses: list[tuple[float, int, float]] = []
@@ -231,13 +274,18 @@ def descend(
     return Descent(losses, round(first, 2), has_ended)
 
 
-def in_parts(part: Part, command: list[str], run: Path, kill_at: int) -> str:
-    """Train with one worker, killed after a snapshot if `kill_at` is not 0.
+def digest_of_training(part: Part, command: list[str], run: Path, kill_at: int) -> str:
+    """Train a run to its end, and return the digest of its last snapshot.
 
-    Return the digest of the last snapshot.
+    Args:
+        part: The part, which has the remaining time.
+        command: The command that trains.
+        run: Directory of the run.
+        kill_at: Step from which the worker of rank 0 is killed once a snapshot exists. 0 does not
+            kill it.
 
     Raises:
-        RuntimeError: the run did not finish, or the worker was not restarted.
+        RuntimeError: The run did not finish, or the worker was not restarted.
     """
     with running(command, part.scratch, limit_s=part.left_s()) as (process, lines):
         if kill_at:
@@ -256,6 +304,7 @@ def in_parts(part: Part, command: list[str], run: Path, kill_at: int) -> str:
     digest = hashlib.sha256()
     snapshot = max(run.glob("snapshots/step_*"))
     for name in ("model", "optimizer"):
-        for file in sorted(snapshot.glob(f"{name}*.safetensors")):  # one, or one of each rank
+        # There is one file, or a file for each rank.
+        for file in sorted(snapshot.glob(f"{name}*.safetensors")):
             digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""The parts of gpu.py that compare training with nanoGPT, and their commands."""
+"""Define the parts of gpu.py that compare training with nanoGPT, and the commands that they run."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ TINY = Setting(2, 2, 16, context=16, batch=4, warmup=2, timed=6, log_every=1)
 CHAR = replace(SETTINGS["char"], warmup=100, timed=400, log_every=50)
 GPT2 = replace(SETTINGS["gpt2"], warmup=20, timed=100)
 RECIPES = {"gpt": PLAIN, "modern": MODERN}
-TARGET = 1.47  # nats per character: what nanoGPT's README reports for its settings
+TARGET = 1.47  # nats per character, the loss that nanoGPT's README reports for its settings
 SEEDS = (101, 102)
-BEST = ("shakespeare_char_best", "shakespeare_char")  # experiments, the first that exists
+# The first of these experiments that exists is trained.
+BEST = ("shakespeare_char_best", "shakespeare_char")
 
 
 def our_command(part: Part, setting: Setting, recipe: list[str], *overrides: str) -> list[str]:
-    """Return our command, compiled on a GPU if possible; later overrides win."""
+    """Build our training command, compiled on a GPU if possible. Later overrides win."""
     compiled = f"trainer.compile={'auto' if part.compiles and not part.dry else 'false'}"
     command = ours(setting, part.text, part.scratch, recipe, part.device)
     return [*command, "data.sha256=null", compiled, *overrides]
@@ -69,7 +70,15 @@ def our_speed(
     *overrides: str,
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[], float]:
-    """Return a function that measures tokens/s, with more environment variables."""
+    """Make a function that measures our tokens/s.
+
+    Args:
+        part: The part.
+        setting: The shape of the model and of the batch.
+        recipe: Overrides for the recipe.
+        overrides: Further overrides.
+        variables: Further environment variables.
+    """
     command = our_command(part, setting, recipe, *overrides)
     command = ["env", *(f"{name}={value}" for name, value in variables.items()), *command]
     return partial(tokens_per_s, part, setting, command, part.scratch, OURS)
@@ -79,7 +88,7 @@ def our_speed(
 
 
 def training_speed(part: Part) -> Table:
-    """Measure training against nanoGPT, the measured matmul rate and the vendor's peak."""
+    """Compare the speed of training to nanoGPT, the measured matmul rate and the vendor's peak."""
     settings = {"tiny": TINY} if part.dry else {"10.7M": CHAR, "GPT-2's shape": GPT2}
     commands = {
         f"{k}, {name}": our_command(part, s, recipe)
@@ -101,7 +110,7 @@ def training_speed(part: Part) -> Table:
         in_fresh_process, flops_per_token, words, len(set(part.text.read_text(encoding="utf-8")))
     )
     flops = part.measure("FLOPs per token", count) or {}
-    # nanoGPT's model has the shapes of ours.
+    # nanoGPT's model has the same shapes as ours.
     flops |= {f"{key}, nanoGPT": flops[f"{key}, gpt"] for key in settings if flops}
     speeds = part.alternate("tokens/s", candidates)
     figures: dict[str, Any] = {
@@ -150,7 +159,7 @@ def share(flops: float, rate: float | None) -> float | None:
 
 
 def our_training(part: Part, root: Path, run: str, seed: int, target: float) -> Descent:
-    """Train the best experiment that exists, or go on with its run below `root`."""
+    """Train the best experiment that exists. If its run exists below `root`, continue it."""
     there = [name for name in BEST if (ROOT / "conf" / "experiment" / f"{name}.yaml").is_file()]
     where = [
         *path_overrides(part.text, root),
@@ -185,7 +194,7 @@ def our_training(part: Part, root: Path, run: str, seed: int, target: float) -> 
 
 
 def nanogpt_training(part: Part, copy: Path, target: float) -> Descent:
-    """Train nanoGPT with its own settings and evaluation, an estimate over 200 random batches."""
+    """Train nanoGPT with its own settings. Its loss is an estimate over 200 random batches."""
     command = [
         sys.executable,
         "train.py",
@@ -205,6 +214,7 @@ def nanogpt_training(part: Part, copy: Path, target: float) -> Descent:
 
 
 def wants_shakespeare(part: Part) -> bool:
+    """Return True, and skip the part, if it needs tinyshakespeare and has a random text."""
     if part.text.name == "random.txt" and not part.dry:
         part.skip("everything", "MINGPT_SHAKESPEARE does not name the text")
         return True
@@ -212,10 +222,10 @@ def wants_shakespeare(part: Part) -> bool:
 
 
 def reached(run: Descent, target: float) -> dict[str, Any]:
-    """Return a run that reached the target, or that ended without.
+    """Return the values of a run, which must have reached the target or ended by itself.
 
     Raises:
-        RuntimeError: neither; it was stopped for lack of time.
+        RuntimeError: The run was stopped for lack of time.
     """
     if run.best > target and not run.has_ended:
         raise RuntimeError(f"stopped at a loss of {run.best}, before {target}")
@@ -223,10 +233,10 @@ def reached(run: Descent, target: float) -> dict[str, Any]:
 
 
 def time_to_loss(part: Part) -> Table:
-    """Measure seconds of the whole process until it logs a validation loss.
+    """Measure the seconds from the start of a process until it logs the target validation loss.
 
-    They are given with startup and compilation, and without. Ours is over the whole validation
-    split, nanoGPT's its own estimate; both times include the evaluations.
+    The table gives them with and without startup and compilation. Our loss is over the whole
+    validation split. nanoGPT's loss is its own estimate. Both times include the evaluations.
     """
     target = 4.2 if part.dry else TARGET
     header = [
@@ -266,7 +276,7 @@ def time_to_loss(part: Part) -> Table:
 
 
 def best_loss(part: Part) -> Table:
-    """Train the best experiment to its end, with two seeds; a later call resumes a run."""
+    """Train the best experiment to its end, with two seeds. A later call continues a run."""
     header = ["seed", "steps", "lowest loss, nats/character", "last loss", "s of all calls"]
     if not (ROOT / "conf" / "experiment" / f"{BEST[0]}.yaml").is_file():
         part.skip(f"experiment={BEST[0]}", f"there is none; {BEST[1]} instead")
@@ -286,12 +296,12 @@ def best_loss(part: Part) -> Table:
 
 
 def trained_so_far(part: Part, seed: int) -> Descent | None:
-    """Train on with a seed, unless its run has ended; return the losses of all calls."""
+    """Continue the run of a seed, unless it has ended. Return the losses of all calls."""
     what = f"seed {seed}"
     before = Descent(**part.kept.value(what)) if what in part.kept else Descent([], 0.0)
     if before.has_ended:
         return before
-    root = part.out or part.scratch  # a later call resumes what is in the former
+    root = part.out or part.scratch  # a later call continues runs in part.out
     new = part.attempt(what, partial(our_training, part, root, f"seed-{seed}", seed, 0.0))
     if new is None:
         return before if before.losses else None

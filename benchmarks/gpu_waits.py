@@ -1,6 +1,7 @@
-"""For gpu.py: where the host waits for the GPU, as torch.cuda.set_sync_debug_mode("warn") sees it.
+"""Count where the host waits for the GPU, for gpu.py.
 
-It sees copies that block, synchronized streams and devices; not events, nor waits of a library.
+torch.cuda.set_sync_debug_mode("warn") reports the waits. It sees blocking copies, and
+synchronization of streams and devices. It does not see events, or waits inside a library.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from common import ROOT, compose_config
 
 PACKAGE = ROOT / "mingpt_ddp"
 MESSAGE = "called a synchronizing CUDA operation"
-COUNTED_STEPS = 2  # after the first, which allocates
-TOKENS = 16  # decoded
-# The phases of a run. A step has its own name where GradScaler reads whether a gradient overflowed;
-# AdamW's fused kernel does so itself.
+COUNTED_STEPS = 2  # number of steps after the first one, which allocates memory
+DECODED_TOKENS = 16
+# The phases of a run. A step has a name of its own if GradScaler must read whether a gradient has
+# overflowed. AdamW's fused kernel checks this itself.
 STEP, SCALED_STEP = "step", "step in fp16 without AdamW"
 EVALUATION, STAGING, DECODING, LOGGING = "evaluation", "staging", "decoding", "logging"
-# Why a place may wait, by phase, file below mingpt_ddp/ and function; a step may wait nowhere.
+# The reasons why some places may wait, by phase, file below mingpt_ddp/ and function. A step may
+# not wait anywhere.
 PERMITTED = {
     (SCALED_STEP, "distributed/strategies/base.py", "update"): "GradScaler reads the overflow",
     (EVALUATION, "tasks/language_model.py", "total"): "once: the tables of the tokens' lengths",
@@ -46,8 +48,12 @@ Waits = Counter[tuple[str, str, int, str]]  # phase, file below mingpt_ddp/, lin
 
 
 def place(stack: Sequence[traceback.FrameSummary]) -> tuple[str, int, str]:
-    """Return file, line and function of the innermost frame of the package; of any without one."""
-    functions = [frame for frame in stack if not frame.name.startswith("<")]  # no comprehension
+    """Return the file, the line and the function of the package's innermost frame.
+
+    If no frame belongs to the package, take the innermost frame of all.
+    """
+    # The names of comprehensions and lambdas begin with "<".
+    functions = [frame for frame in stack if not frame.name.startswith("<")]
     ours = [frame for frame in functions if Path(frame.filename).is_relative_to(PACKAGE)]
     frame = (ours or functions)[-1]
     path = Path(frame.filename)
@@ -57,7 +63,7 @@ def place(stack: Sequence[traceback.FrameSummary]) -> tuple[str, int, str]:
 
 @contextlib.contextmanager
 def counted(phase: str, device: str, waits: Waits) -> Iterator[None]:
-    """Count the warnings of waits in this context, by place."""
+    """Count the waits in this context by place. torch reports each one as a warning."""
 
     def count(message: Warning | str, *_: Any, **__: Any) -> None:
         if MESSAGE in str(message):
@@ -77,7 +83,7 @@ def counted(phase: str, device: str, waits: Waits) -> Iterator[None]:
 
 
 def cases(dry: bool) -> list[list[str]]:
-    """Return the overrides of each model x optimizer x precision, and of some more."""
+    """List the overrides of each case: models x optimizers x precisions, and two more."""
     models = ["model=modern_nano"] if dry else ["model=gpt_nano", "model=modern_nano"]
     optimizers = (
         ["optimizer=muon"] if dry else ["optimizer=adamw", "optimizer=muon", "optimizer=sgd"]
@@ -94,10 +100,13 @@ def cases(dry: bool) -> list[list[str]]:
 def count_waits(
     device: str, paths: list[str], cases: list[list[str]]
 ) -> list[tuple[str, str, int, str, int]]:
-    """Return phase, file, line, function and number of the waits of some eager steps per case.
+    """Count the waits of a few eager steps of each case, and of the phases that follow.
 
-    Call it in a new process: it changes settings of torch. Evaluation, staging, decoding and
-    logging follow each case's steps.
+    These are evaluation, staging, decoding and logging. Call this function in a new process,
+    because it changes settings of torch.
+
+    Returns:
+        The phase, file, line, function and number of the waits at each place.
     """
     waits: Waits = Counter()
     for words in cases:
@@ -153,7 +162,7 @@ def _count_case(device: str, words: list[str], waits: Waits) -> None:
 
     def decode() -> None:
         tokenizer = task.tokenizer
-        generate_text(trainable.model, tokenizer, "", TOKENS, SamplingParams(), seed=0)
+        generate_text(trainable.model, tokenizer, "", DECODED_TOKENS, SamplingParams(), seed=0)
 
     work = {
         SCALED_STEP if is_scaled else STEP: partial(steps, 2, 1 + COUNTED_STEPS),
@@ -164,7 +173,7 @@ def _count_case(device: str, words: list[str], waits: Waits) -> None:
     }
     try:
         steps(1, 1)
-        stage()  # allocates the buffers
+        stage()  # the first call allocates the buffers
         for phase, act in work.items():
             if device == "cuda":
                 torch.cuda.synchronize()

@@ -1,7 +1,7 @@
-"""For part 7 of gpu.py: seconds of what the package does, the first way, and of another way.
+"""Time several ways to do the same, for part 7 of gpu.py. The first way is the package's.
 
-Each function runs in a process of its own. Those of collectives run on one rank: they show what a
-call costs the host and the GPU, not what the network adds.
+Each function runs in a process of its own. Collectives run on one rank. They show how much a call
+costs the host and the GPU, but not the time that a network adds.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 
 from common import alternate, compose_config
 
-Seconds = dict[str, list[float]]  # by the name of the way
+Seconds = dict[str, list[float]]  # seconds of each repetition, by the name of the way
 REPETITIONS = 5
-CALLS = 50  # of a collective, in one measurement
+CALLS = 50  # number of calls of a collective in one measurement
 PINNED, REGISTERED = "pin_memory=True", "cudaHostRegister"
 
 
 def synchronized(device: str, work: Callable[[], object], calls: int = 1) -> float:
-    """Return the seconds of a call, once the device has done its work."""
+    """Measure the seconds of a call, until the device has done its work."""
     import torch
 
     wait = torch.cuda.synchronize if device == "cuda" else int
@@ -39,7 +39,7 @@ def synchronized(device: str, work: Callable[[], object], calls: int = 1) -> flo
 
 
 def by_turns(device: str, ways: dict[str, Callable[[], object]], calls: int = 1) -> Seconds:
-    """Measure each way once to warm up, then by turns."""
+    """Call each way once to warm up, then measure all ways in turns."""
     for work in ways.values():
         work()
     measures = {name: partial(synchronized, device, work, calls) for name, work in ways.items()}
@@ -50,13 +50,13 @@ def by_turns(device: str, ways: dict[str, Callable[[], object]], calls: int = 1)
 
 
 def buffer_size(dry: bool) -> int:
-    """Return the bytes of a staging buffer: those of GPT-2's weights and moments."""
+    """Return the size of a staging buffer in bytes, as for GPT-2's weights and moments."""
     return (1 << 20) if dry else 1_500_000_000
 
 
 @contextmanager
 def staging_buffer(way: str, device: str, size: int) -> Iterator[Any]:
-    """Allocate host memory from which a GPU copies without waiting, and touch every page."""
+    """Allocate host memory that a GPU can copy to without waiting, and touch every page of it."""
     import torch
 
     runtime: Any = torch.cuda.cudart() if device == "cuda" and way == REGISTERED else None
@@ -72,7 +72,7 @@ def staging_buffer(way: str, device: str, size: int) -> Iterator[Any]:
 
 
 def allocation(device: str, dry: bool) -> Seconds:
-    """Allocate a staging buffer, once: torch keeps the first for a second one."""
+    """Allocate a staging buffer, only once, because torch would use its memory for the next one."""
     found = {}
     for way in (PINNED, REGISTERED):
         begin = time.perf_counter()
@@ -82,7 +82,7 @@ def allocation(device: str, dry: bool) -> Seconds:
 
 
 def host_memory(device: str, dry: bool) -> dict[str, list[float]]:
-    """Return the bytes of host memory that a staging buffer takes; other processes disturb it."""
+    """Measure how much host memory a staging buffer takes. Other processes disturb the figure."""
     found = {}
     for way in (PINNED, REGISTERED):
         before = available_memory()
@@ -113,11 +113,14 @@ def staging_copy(device: str, dry: bool) -> Seconds:
         return by_turns(device, ways)
 
 
-# Between ranks of one machine: no GPU is involved.
+# Between ranks of one machine, without a GPU.
 
 
 def flags(device: str, dry: bool) -> Seconds:
-    """Exchange the flags of a step between two CPU ranks: over gloo, as on GPUs, and otherwise."""
+    """Exchange the flags of a step between two CPU ranks, over gloo and over shared memory.
+
+    Runs on GPUs use gloo.
+    """
     ways = {"gloo": "gloo", "shared memory": "auto"}
     found = {}
     for name, backend in ways.items():
@@ -167,12 +170,12 @@ def exchange_flags(rank: int, port: int, backend: str, calls: int, results: Any)
     runtime.close()
 
 
-# Collectives of one rank.
+# Collectives on one rank.
 
 
 @contextmanager
 def one_rank(device: str) -> Iterator[None]:
-    """Join a process group of this process alone: over NCCL, or gloo on a CPU."""
+    """Join a process group that has only this process, over NCCL, or over gloo on a CPU."""
     import torch
     import torch.distributed as dist
 
@@ -187,9 +190,9 @@ def one_rank(device: str) -> Iterator[None]:
 
 
 def broadcast_state(device: str, dry: bool) -> Seconds:
-    """Send 1.5 GB of state: through the host, as a restart does, and from the GPU's memory.
+    """Broadcast 1.5 GB of state through the host, as a restart does, and from the GPU's memory.
 
-    One rank has nobody to send to. This is the way through the host against a call of NCCL.
+    One rank has nobody to send to. So this compares the copies through the host to a call of NCCL.
     """
     import torch
     import torch.distributed as dist
@@ -212,7 +215,7 @@ def broadcast_through_host(state: Any) -> None:
 
 
 def ddp_timer(device: str, dry: bool) -> Seconds:
-    """Step with DDP, which times its communication every 10th step, or every 100th."""
+    """Take steps with DDP, which times its communication in every 10th or every 100th step."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -235,7 +238,7 @@ def pass_through(model: Any, batch: Any) -> None:
 
 
 def all_reduces(device: str, dry: bool) -> Seconds:
-    """Average gpt_mini's gradients with a call each, as tensor parallelism does, or flattened."""
+    """Average gpt_mini's gradients with a call for each, as tensor parallelism does, or at once."""
     import torch
     import torch.distributed as dist
 
@@ -262,7 +265,7 @@ def all_reduces(device: str, dry: bool) -> Seconds:
 
 
 def all_gathers(device: str, dry: bool) -> Seconds:
-    """Gather Muon's updates of gpt_mini as bytes: into a list of tensors, or into one."""
+    """Gather Muon's updates of gpt_mini as bytes, into a list of tensors or into a single one."""
     import torch
     import torch.distributed as dist
 
@@ -282,7 +285,7 @@ def all_gathers(device: str, dry: bool) -> Seconds:
 
 
 def vocabulary(device: str, dry: bool) -> Seconds:
-    """Step GPT-2's shape in eager bf16, with its vocabulary and one padded to a multiple of 64."""
+    """Train GPT-2's shape in eager bf16, with its own vocabulary and one padded to 64 * n."""
     import torch
 
     from mingpt_ddp.models import build_model

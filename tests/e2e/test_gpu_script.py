@@ -62,7 +62,7 @@ def test_a_later_call_continues(tmp_path):
 
     assert "tokens/s, tiny, gpt, repetition 1: " in run("--part", "3")
     again = run("--part", "1", "3")
-    assert "gpu_3.kept.json: 3 measurements of earlier calls stay" in again
+    assert "gpu_3.kept.json: keeping 3 measurements of earlier calls" in again
     assert "repetition 1" not in again
     assert "| tiny, gpt | " in again
     assert "tokens/s, tiny, gpt, repetition 1: " in run("--part", "3", "--fresh")

@@ -1,4 +1,4 @@
-"""What ddp.reduction=canonical refuses, and the order in which it adds."""
+"""ddp.reduction=canonical adds gradients in a fixed order, and refuses some keys and models."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def test_the_micro_batch_must_be_set():
         "trainer.batch_size_per_rank=6",
     ],
 )
-def test_what_depends_on_the_ranks_is_refused(key):
+def test_keys_whose_effect_depends_on_the_ranks_are_refused(key):
     with pytest.raises(ConfigError, match=f"ddp.reduction=canonical cannot .* with {key}; set it"):
         Runtime(config(key), DistEnv())
 
 
-def test_auto_does_not_compile_it():
+def test_compile_auto_does_not_compile_canonical_runs():
     assert not allows_compile(config(), torch.device("cuda"), world_size=2)
     assert allows_compile(config("ddp.reduction=fast"), torch.device("cuda"), world_size=2)
 
@@ -97,7 +97,7 @@ def test_a_parameter_without_a_gradient():
 
 
 @pytest.mark.parametrize(("told", "threads"), [(None, 1), ("3", 3)])
-def test_one_thread_unless_told(monkeypatch, told, threads):
+def test_one_thread_unless_omp_num_threads_is_set(monkeypatch, told, threads):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if told:
         monkeypatch.setenv("OMP_NUM_THREADS", told)
@@ -120,7 +120,7 @@ def total(*gradients: Any) -> torch.Tensor:
 
 
 def test_the_order_of_the_sum():
-    """1 + 2^24 rounds to 2^24, and the first gradient keeps the sign of its zero."""
+    """1 + 2^24 rounds to 2^24 in fp32, so the order matters. The sum of two -0.0 is -0.0."""
     big = 2.0**24
     assert total([1.0], [big], [-big]).item() == 0
     assert total([big], [-big], [1.0]).item() == 1

@@ -16,7 +16,7 @@ from mingpt_ddp.errors import ConfigError, RunError, UserError
 
 
 def evaluate(ends: WorkerEnds) -> None:
-    """The worker: report until a step is pruned, tell why, and end."""
+    """Run a worker that reports until a step is pruned, sends the reason and exits."""
     ends.open()
     for step in (1, 2, 3):
         reason = ends.ask_pruner(step, {"loss": 1.0 / step})
@@ -35,7 +35,7 @@ def wait_for_signal(ends: WorkerEnds) -> None:
 
 
 def run(target, report, n: int = 1) -> tuple[tuple[int, str], UserError | None]:
-    """Run the target as rank zero of workers; return how they ended, and their error."""
+    """Run the target as rank zero of `n` workers. Return how they ended, and their error."""
 
     async def serve() -> tuple[tuple[int, str], UserError | None]:
         context = multiprocessing.get_context("fork")
@@ -58,7 +58,7 @@ def idle(ends: WorkerEnds) -> None:
     os._exit(0)
 
 
-def test_evaluations_are_judged_and_the_error_arrives():
+def test_evaluations_reach_the_pruner_and_the_error_arrives():
     seen = []
 
     def judge(step, metrics):
@@ -72,7 +72,7 @@ def test_evaluations_are_judged_and_the_error_arrives():
     assert str(error) == "config error: pruned at 2: too high"
 
 
-def test_an_error_of_the_judge_ends_the_workers():
+def test_an_error_in_the_pruner_callback_ends_the_workers():
     def judge(step, metrics):
         raise RunError("cannot write study.journal")
 

@@ -1,4 +1,4 @@
-"""Freed memory stays in the process; what a deterministic run sets."""
+"""Freed memory stays in the process, and deterministic runs set what torch needs for them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ for _ in range(10):
     step()
 print(faults() - before)
 """
-ALL = 10 * 8192  # pages of ten steps
+# pages of memory that ten steps touch
+ALL_PAGES = 10 * 8192
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
 @pytest.mark.parametrize(
     ("settings", "least", "most"),
-    [({}, 0, 200), ({"MALLOC_MMAP_THRESHOLD_": "65536"}, ALL * 0.9, ALL * 1.1)],
+    [({}, 0, 200), ({"MALLOC_MMAP_THRESHOLD_": "65536"}, ALL_PAGES * 0.9, ALL_PAGES * 1.1)],
     ids=["kept", "a user's own settings"],
 )
 def test_freed_memory_is_reused(settings, least, most):

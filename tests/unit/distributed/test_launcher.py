@@ -1,4 +1,4 @@
-"""How local workers are joined, which failure counts, and the environment that they share."""
+"""The launcher joins local workers, finds the failure that matters, and shares out the cores."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ COMPLETE, PREEMPTED = {"status": "complete", "step": 9}, {"status": "preempted",
         (None, [(1, 0, None), (0, 0, COMPLETE)], 0, (0, False)),
         (None, [(0, TERM, PREEMPTED)], 0, (0, True)),
         (None, [(0, TERM, PREEMPTED)], 143, (143, True)),
-        (None, [(143, 0, PREEMPTED)], 143, (143, False)),  # another node's signal
-        # The signal came after the last step
+        (None, [(143, 0, PREEMPTED)], 143, (143, False)),  # the signal arrived on another node
+        # The signal came after the last step.
         (PREEMPTED, [(0, TERM, COMPLETE)], 0, (0, True)),
         (PREEMPTED, [(0, TERM, COMPLETE)], 143, (0, True)),
-        # It came before training: an earlier result does not count
+        # The signal came before training, so an earlier result does not count.
         (None, [(0, TERM, None)], 0, (128 + TERM, True)),
         (COMPLETE, [(0, TERM, None)], 0, (128 + TERM, True)),
-        # A user error is not retried
+        # A user error is not retried.
         (None, [(USER_ERROR, 0, None)], 0, (USER_ERROR, False)),
-        # All restarts are used up
+        # All restarts are used up.
         (None, [(KILLED, 0, None), (1, 0, None)], 0, (FAILURE, False)),
         (None, [(EX_TEMPFAIL, 0, None)] * 2, 0, (USER_ERROR, False)),
     ],
     ids=str,
 )
 def test_the_exit_code_of_attempts(before, attempts, preempted_code, expected, tmp_path):
-    """Attempts end with an exit code and a signal, and write a result before."""
+    """Each attempt is an exit code, a received signal, and the result that it writes before."""
     remaining = [*attempts]
 
     def write(result: dict | None) -> None:
@@ -74,7 +74,7 @@ def test_local_workers_use_the_loopback_interface(name, monkeypatch):
 
 
 def test_workers_share_the_cores(monkeypatch):
-    """The cores that this process may use, of all that the machine has."""
+    """Only the cores that this process may use are shared, not all cores of the machine."""
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -84,8 +84,8 @@ def test_workers_share_the_cores(monkeypatch):
 
 
 def finish(ending: str, seconds: float, ready: Barrier) -> None:
-    """The worker: end in this way so many seconds after all are `ready`."""
-    signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # a fork inherits the handlers of this process
+    """Run a worker that ends in this way, `seconds` after all workers are `ready`."""
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # a forked worker inherits the signal handlers
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     if ending == "ignores SIGTERM":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -104,7 +104,7 @@ def processes(
     """Return a worker for each ending.
 
     Args:
-        together: the seconds of all begin once each is ready for signals.
+        together: Start the clock of all workers once each of them is ready for signals.
     """
     context = multiprocessing.get_context("fork")
     ready = context.Barrier(len(endings) if together else 1)
@@ -116,9 +116,9 @@ def processes(
 
 @pytest.fixture
 def start_and_join():
-    """Return a function that joins workers with these endings.
+    """Return a function that starts workers with the given endings and joins them.
 
-    It returns the outcome and their exit codes.
+    It returns the outcome and the workers' exit codes.
     """
 
     def join(
@@ -138,13 +138,13 @@ def start_and_join():
     ("endings", "options", "ended", "codes"),
     [
         ([("0", 0), ("0", 0.2)], {}, (0, ""), [0, 0]),
-        # A preempted worker has not failed: the other one may be writing the result
+        # A preempted worker has not failed. The other worker may still be writing the result.
         ([("143", 0), ("143", 0.3)], {"preempted_code": 143}, (143, ""), [143, 143]),
         ([("143", 0), ("1", 0.3)], {"preempted_code": 143}, (1, "rank 1"), [143, 1]),
-        # After a failure the others get SIGTERM; what does not exit in time is killed
+        # After a failure, the others get SIGTERM. A worker that does not exit in time is killed.
         ([("exits at SIGTERM", 600), ("1", 0.1)], {}, (1, "rank 1"), [0, 1]),
         ([("ignores SIGTERM", 600), ("2", 0.1)], {"timeout_s": 0.2}, (2, "rank 1"), [KILLED, 2]),
-        # After one is killed the others are killed at once
+        # After one worker was killed, the others are killed at once.
         ([("ignores SIGTERM", 600), ("killed", 0.1)], {}, (KILLED, "rank 1"), [KILLED, KILLED]),
     ],
     ids=str,
@@ -163,8 +163,8 @@ def test_how_workers_end(endings, options, ended, codes, start_and_join):
     ],
 )
 def test_the_root_cause_of_several_failures(endings, cause):
-    """A death by a signal takes precedence, then an error that a restart cannot fix, or unavailable
-    storage.
+    """A death by signal comes first. Next come errors that a restart cannot fix, and storage that
+    is unavailable.
     """
     workers = processes(*((ending, 0) for ending in endings))
     with SignalForwarder().started(workers):
@@ -173,7 +173,7 @@ def test_the_root_cause_of_several_failures(endings, cause):
         assert asyncio.run(join_workers(workers, 60, 0)) == cause
 
 
-def test_their_store_is_watched_like_a_worker():
+def test_the_store_process_is_watched_like_a_worker():
     workers = processes(("ignores SIGTERM", 60), ("0", 60))
     [store] = processes(("killed", 0.3))
     store.name = "the store"
@@ -183,8 +183,8 @@ def test_their_store_is_watched_like_a_worker():
     assert [worker.exitcode for worker in workers] == [-signal.SIGKILL] * 2
 
 
-def test_signals_that_are_ignored_stay_so():
-    """As SIGHUP under nohup."""
+def test_ignored_signals_stay_ignored():
+    """For example, nohup makes a process ignore SIGHUP."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         forwarder = SignalForwarder()

@@ -1,4 +1,4 @@
-"""The cores and memory of this machine, and the processes that fit."""
+"""The cores and memory of this machine limit the number of processes."""
 
 import os
 
@@ -38,7 +38,7 @@ def test_processes_are_bounded_by_the_cores(two_cores):
 
 def test_processes_that_others_start_count_too(two_cores):
     check_processes("data.num_workers", 8, n_parents=4)
-    check_processes("data.num_workers", 1, n_parents=1000)  # one is never too many
+    check_processes("data.num_workers", 1, n_parents=1000)  # one per rank is always allowed
     with pytest.raises(ConfigError, match="at most 8 here"):
         check_processes("data.num_workers", 9, n_parents=4)
 

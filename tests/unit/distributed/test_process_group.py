@@ -1,4 +1,4 @@
-"""Backends of a process group. tests/multiprocess has its collectives, over gloo."""
+"""The backends of a process group. tests/multiprocess tests its collectives, over gloo."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_cpu_tensors_have_a_backend_of_their_own(backend, device, expected):
     assert name_backends(backend, device) == expected
 
 
-def test_a_copy_of_the_model_has_as_many_ranks_as_asked():
+def test_tensor_parallel_must_divide_the_number_of_ranks():
     check_ranks(DDPConfig(tensor_parallel=2), 4)
     with pytest.raises(ConfigError, match="tensor_parallel=2 must divide the number of ranks, 3"):
         check_ranks(DDPConfig(tensor_parallel=2), 3)

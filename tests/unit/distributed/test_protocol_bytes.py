@@ -1,7 +1,7 @@
-"""What the package's protocols send per rank does not grow with the number of ranks.
+"""The number of bytes that a rank sends in our protocols does not grow with the number of ranks.
 
-Rank zero may send and receive as much with each of the others. A rank may pass a broadcast on to as
-many others as the binomial tree of torch has rounds.
+Rank zero may exchange that many bytes with each other rank. In a broadcast, a rank may forward the
+message once per round of torch's binomial tree.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from counting_store import Count
 from torch.distributed import PrefixStore, TCPStore
 
 SIZES = [2, 64]
-MAX_TICK_BYTES = 1024  # of the heartbeats of a rank, on average
-# By part: the messages and the bytes of a rank other than zero, on any number of ranks, and those
-# of rank zero for each of the others.
+# average number of bytes for one heartbeat of one rank
+MAX_HEARTBEAT_BYTES = 1024
+# For each part of a protocol: the most messages and bytes of a rank other than zero, for any number
+# of ranks, and the most messages and bytes of rank zero per other rank.
 BOUNDS = {
     "join": ((40, 2_000), (40, 2_000)),
     "join again": ((40, 2_000), (40, 2_000)),
@@ -35,7 +36,7 @@ BOUNDS = {
 
 @pytest.fixture(scope="module", params=SIZES)
 def counted(request, tmp_path_factory) -> dict[str, list[Count]]:
-    """The counts by part and rank, on a number of ranks."""
+    """Run each part on a number of ranks. Return the counts of each rank, by part."""
     size = request.param
     directory = tmp_path_factory.mktemp(f"ranks{size}")
     ranks = parts.Ranks(size, parts.configuration(directory, size))
@@ -62,7 +63,7 @@ def test_ranks_other_than_zero_exchange_a_constant_number_of_bytes(counted, part
 
 
 @pytest.mark.parametrize("part", BOUNDS)
-def test_rank_zero_exchanges_as_much_with_each_other_rank(counted, part):
+def test_rank_zero_exchanges_a_constant_number_of_bytes_with_each_rank(counted, part):
     zero, *others = counted[part]
     _, (max_messages, max_bytes) = BOUNDS[part]
     assert zero.messages <= max_messages * len(others)
@@ -71,14 +72,14 @@ def test_rank_zero_exchanges_as_much_with_each_other_rank(counted, part):
 
 def test_heartbeats_move_a_kilobyte_each(counted):
     moved = sum(count.bytes for count in counted["heartbeats"])
-    assert 0 < moved / TICKS / len(counted["heartbeats"]) <= MAX_TICK_BYTES
+    assert 0 < moved / TICKS / len(counted["heartbeats"]) <= MAX_HEARTBEAT_BYTES
 
 
-# The counting itself.
+# Tests of the counting itself
 
 
 class Wire:
-    """A relay in front of a TCPStore, which counts what passes."""
+    """A relay in front of a TCPStore. It counts the bytes in each direction."""
 
     def __init__(self) -> None:
         self.sent = 0
@@ -102,7 +103,8 @@ class Wire:
 
     def settled(self) -> tuple[int, int]:
         """Return the bytes sent and received, once the server has handled all requests."""
-        self.client.num_keys()  # in turn after what has no response
+        # The server answers in order, so requests without a response are handled by now.
+        self.client.num_keys()
         return self.sent, self.received
 
 
@@ -131,9 +133,9 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 
 
 def test_the_store_counts_the_bytes_of_a_tcp_store(wire):
-    """It returns the same values too."""
+    """It also returns the same values as a real TCPStore."""
     network = Network(1)
-    prefixed = PrefixStore("p", network.stores[0])  # it passes values on as bytes
+    prefixed = PrefixStore("p", network.stores[0])  # passes values on as bytes
     prefixed_client = PrefixStore("p", wire.client)
     for name, call in CALLS.items():
         sent, received = wire.settled()

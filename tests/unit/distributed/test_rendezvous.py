@@ -1,4 +1,7 @@
-"""Which rank is named if one does not join: by the clock of tests/turns.py, whatever the load."""
+"""If a rank does not join in time, the error names it.
+
+Time is simulated by tests/turns.py, so that a busy machine changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from mingpt_ddp.process.env import DistEnv
 @pytest.mark.parametrize("limit_s", [0.8, 480.0])
 @pytest.mark.parametrize("later_s", [-0.5, -0.05, 0.0, 0.05, 0.2, 0.5])
 def test_a_rank_that_has_joined_is_not_missing(later_s, limit_s):
-    """Even if its time ends while rank zero, which begins so much earlier, waits for its answer."""
+    """Rank 1 starts `later_s` after rank zero. Its time may end while rank zero waits for it."""
     network = Network(3)
     found = {}
 

@@ -1,4 +1,4 @@
-"""Slots divide the cores and GPUs of a machine."""
+"""Slots divide the cores and GPUs of a machine between concurrent jobs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def test_slots_have_cores_and_gpus_of_their_own():
 
 def test_slots_share_cores_where_they_are_too_few():
     assert [slot.cores for slot in divide(3, [2, 3], 1, None)] == [(2,), (3,), (2,)]
-    # another machine had more cores when the sweep began
+    # The sweep began on a machine with more cores.
     assert [slot.cores for slot in divide(2, [2, 3], 8, None)] == [(2, 3), (2, 3)]
 
 
-def test_without_gpus_the_variable_stays_as_it_is():
+def test_without_gpus_cuda_visible_devices_is_unchanged():
     assert "CUDA_VISIBLE_DEVICES" not in divide(1, [0], 1, None)[0].environ()
 
 

@@ -1,5 +1,6 @@
-"""Which strategy a configuration gets, what is refused in one line, and the parts that need no
-other rank.
+"""The strategy that a configuration selects, and the combinations that are refused.
+
+Only parts that run on one rank are tested here.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def build(settings: Config, group: SimpleNamespace) -> Strategy:
         ("ddp.strategy=hsdp optimizer=muon", 4, "which ddp.strategy=hsdp splits"),
     ],
 )
-def test_refused(words, world_size, message):
+def test_unsupported_combinations_are_refused(words, world_size, message):
     with pytest.raises(ConfigError, match=message):
         check_strategy(config(*words.split()), world_size)
 
@@ -62,13 +63,15 @@ def test_refused(words, world_size, message):
         ("ddp.reduction=canonical ddp.strategy=zero1", 2, "whole", "owned"),
     ],
 )
-def test_what_a_rank_holds(words, world_size, weights, optimizer_state):
+def test_which_weights_and_optimizer_state_a_rank_holds(
+    words, world_size, weights, optimizer_state
+):
     strategy = strategy_class(config(*words.split()).ddp, world_size)
     assert (strategy.weights, strategy.optimizer_state) == (weights, optimizer_state)
 
 
 @pytest.mark.parametrize("hosts", [["a"] * 5, ["a", "b", "c", "d"], ["a", "a", "a", "b"]])
-def test_nodes_that_hsdp_cannot_divide(hosts):
+def test_hsdp_refuses_ranks_that_it_cannot_divide_between_nodes(hosts):
     group = SimpleNamespace(
         world_size=len(hosts), rank=0, tensor_size=1, all_gather=lambda own: hosts
     )
@@ -80,7 +83,7 @@ def test_nodes_that_hsdp_cannot_divide(hosts):
 
 @pytest.mark.parametrize("name", ["fsdp", "hsdp"])
 @pytest.mark.parametrize("key", ["comm_hook=fp16", "find_unused_parameters=true"])
-def test_what_only_ddp_has(name, key):
+def test_fsdp_and_hsdp_refuse_keys_that_only_ddp_supports(name, key):
     with pytest.raises(ConfigError, match=f"ddp.strategy={name} does not support ddp.comm_hook"):
         config(f"ddp.strategy={name}", f"ddp.{key}")
 
@@ -95,7 +98,7 @@ def test_strategies_that_are_not_compiled(name):
 
 
 def test_synchronized_batch_normalization_on_several_gpus_is_not_compiled():
-    """torch's has shapes that depend on values."""
+    """torch's implementation has tensor shapes that depend on values."""
     auto = config("ddp.sync_batchnorm=true")
     wanted = config("ddp.sync_batchnorm=true", "trainer.compile=true")
     assert [allows_compile(auto, GPU, n) for n in (1, 2)] == [True, False]
@@ -107,7 +110,7 @@ def test_synchronized_batch_normalization_on_several_gpus_is_not_compiled():
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_batch_normalization_of_torch_over_ranks_on_cpus_is_refused(world_size):
-    """Before it trains: torch's raises an error in the first step."""
+    """It is refused before the run starts. torch would raise an error only in the first step."""
     group = SimpleNamespace(world_size=world_size, tensor_size=1)
     strategy = build(config("ddp.sync_batchnorm=true"), group)
     strategy.check_model(nn.Linear(2, 2))
@@ -118,7 +121,7 @@ def test_batch_normalization_of_torch_over_ranks_on_cpus_is_refused(world_size):
     message = r"ddp.sync_batchnorm=true needs GPUs for 1, a BatchNorm1d of torch; on CPUs use the "
     with pytest.raises(ConfigError, match=message):
         strategy.check_model(model)
-    model[1].over_all_ranks = False  # has statistics of its own
+    model[1].over_all_ranks = False  # marks a layer that computes the statistics itself
     strategy.check_model(model)
     assert strategy.prepare(model)[1].over_all_ranks
 
@@ -133,10 +136,10 @@ def test_owners_are_balanced_and_deterministic():
         sum(p.numel() for name, p in model.named_parameters() if owners.get(name) == r)
         for r in range(3)
     ]
-    assert loads == [289, 89, 87]  # the largest parameter bounds the balance
+    assert loads == [289, 89, 87]  # the largest parameter alone makes up the first load
 
 
-def test_state_that_has_no_rows():
+def test_optimizer_state_that_is_not_divided_by_rows_is_refused():
     model = nn.Linear(3, 2)
     optimizer = torch.optim.Adafactor(model.parameters())
     model(torch.ones(1, 3)).sum().backward()

@@ -1,4 +1,7 @@
-"""Which rank hangs, by the heartbeats of all ranks; tests/e2e/test_stalls.py has what follows."""
+"""The watchdog finds the rank that hangs from the heartbeats of all ranks.
+
+tests/e2e/test_stalls.py tests how the run then ends.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,10 @@ from mingpt_ddp.distributed.watchdog import NO_HEARTBEAT, HangDetector
 from mingpt_ddp.process.linux import STOPPED, read_state
 
 LIMIT_S = 8.0
-# Heartbeats as the numbers of changes of the training thread and of the watchdog, whether the rank
-# waits, and its activity if it does not train; None: it has not written any. A case is a list of
-# seconds with the heartbeats of the ranks then, and the message at the last of them.
+# A heartbeat is (count of the training thread, count of the watchdog, does the rank wait?, activity
+# if it is not training), or None if the rank has not written one. A case has a list of times in
+# seconds, each with the heartbeats of all ranks. Last come the final time with its heartbeats, and
+# the message at that time.
 STALLED = "rank 1 has stalled for 8 s while training"
 SILENT = "; its process does not respond"
 NETWORK = "all ranks have waited for each other for 9 s while training: check the network"
@@ -108,8 +112,8 @@ def test_the_rank_that_hangs_is_named(name):
     assert detector.find(heartbeats(ranks), second) == message
 
 
-def test_a_rank_that_sees_rank_zero_alone():
-    """It does not take its waiting for that of all."""
+def test_a_rank_that_sees_only_the_heartbeat_of_rank_zero():
+    """If rank zero waits, this does not mean that all ranks wait."""
     detector = HangDetector(LIMIT_S, world_size=2)
     for second, count, waiting in ((0, 1, True), (9, 1, True), (9.5, 2, False)):
         assert detector.find(heartbeats([(count, second, waiting)]), second) is None
@@ -126,7 +130,7 @@ kill_stopped_siblings(DistEnv(has_agent={has_agent}))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_only_a_stopped_process_of_the_same_agent_is_killed():
-    """A shell has stopped processes of its own: the one with Ctrl-Z."""
+    """A shell may have stopped its own processes with Ctrl-Z. They are left alone."""
 
     def call(has_agent: bool) -> None:
         killer = KILLER.format(has_agent=has_agent)

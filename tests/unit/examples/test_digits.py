@@ -1,4 +1,4 @@
-"""examples/digits: MNIST's idx files, scikit-learn's digits, the random shift, the model."""
+"""examples/digits: reading MNIST's idx files and scikit-learn's digits, the shift, the model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def write(directory, content: dict[str, bytes]) -> None:
 
 @pytest.fixture
 def example() -> ModuleType:
-    """The example's code, run as a run does."""
+    """Load the code of the example in the way that a run does."""
     run_file(ROOT / "examples" / "digits" / "digits.py", "code")
     return next(module for name, module in sys.modules.items() if name.startswith("_own_digits_"))
 
@@ -126,7 +126,7 @@ IMAGES, LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
         (f"t10k-{IMAGES}", idx(np.zeros((0, 28, 28), np.uint8)), "has 0 images and 10 labels"),
     ],
 )
-def test_invalid_files_are_one_line(example, tmp_path, name, data, message):
+def test_an_invalid_file_gives_one_line(example, tmp_path, name, data, message):
     write(tmp_path, files())
     (tmp_path / name.removesuffix(".gz")).unlink()
     if data is not None:
@@ -136,7 +136,7 @@ def test_invalid_files_are_one_line(example, tmp_path, name, data, message):
 
 
 def test_a_compressed_file_is_read_no_further_than_it_declares(example, tmp_path):
-    """A few kilobytes may hold gigabytes of zeros: the damage at their end is not reached."""
+    """A few kilobytes may expand to gigabytes of zeros. The damage at their end is not reached."""
     write(tmp_path, files())
     name = f"train-{LABELS}"
     (tmp_path / name).unlink()
@@ -177,7 +177,7 @@ def test_a_shift_moves_the_image_and_pads_with_zeros(example):
     assert tuple(image.flatten().tolist()) in seen
 
 
-def test_the_model_takes_images_alone(example):
+def test_the_model_accepts_only_images(example):
     config = from_mapping(configure("experiment=digits_convnet")).model
     for inputs in (64, (10,), (1, 3, 8)):  # a text, vectors, too few pixels
         with pytest.raises(ConfigError, match=r"convnet needs images \(C, H, W\) of at least 4 x"):
@@ -192,5 +192,5 @@ def test_the_model_takes_images_alone(example):
         (["experiment=toy"], "toy-toy-079dc69d"),
     ],
 )
-def test_runs_keep_the_names_that_they_had_as_presets_of_the_package(overrides, name):
+def test_runs_keep_their_names_from_when_the_package_had_these_presets(overrides, name):
     assert run_name(from_mapping(configure(*overrides))) == name

@@ -1,4 +1,4 @@
-"""Preparing a model for sampling does not change what it computes."""
+"""Preparing a model for sampling makes it faster and does not change its results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONFIGS = {bias: gpt_config(bias=bias) for bias in (True, False)}
 
 
 def randomized(bias: bool) -> GPT:
-    """Randomize all parameters, biases included, so that none is zero."""
+    """Return a model with random parameters. No bias is zero either."""
     torch.manual_seed(0)
     model = build_model(CONFIGS[bias], V, T)
     for parameter in model.parameters():
@@ -37,7 +37,7 @@ def randomized(bias: bool) -> GPT:
 @pytest.mark.parametrize("bias", [True, False])
 @torch.inference_mode()
 def test_the_logits_are_the_same(bias, precision, tolerance):
-    """In 16 bits they differ by no more than the precision."""
+    """In 16 bits, they differ by no more than the rounding of that precision."""
     model, prepared = randomized(bias), randomized(bias)
     prepare(prepared, precision, batch=2)
     tokens = torch.randint(V, (2, T), generator=torch.Generator().manual_seed(1))
@@ -58,7 +58,7 @@ def test_every_matrix_of_a_block_is_packed(precision):
     layers = [type(module) for module in model.modules() if isinstance(module, nn.Linear)]
     if can_pack(DTYPES[precision]):
         assert layers == [FastLinear] * 2 * 4
-    else:  # oneDNN has bf16 on CPUs with AVX-512 alone
+    else:  # oneDNN supports bf16 only on CPUs with AVX-512
         assert precision == "bf16" and layers == [nn.Linear] * 2 * 4
         assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
 
@@ -69,7 +69,7 @@ class Doubled(nn.Linear):
 
 
 class Named(nn.Linear):
-    """A layer that other code recognizes by its type."""
+    """A subclass without changes, which other code may recognize by its type."""
 
 
 class Shifted(nn.LayerNorm):
@@ -97,7 +97,7 @@ def hooked(layer: nn.Module) -> nn.Module:
     ],
 )
 @torch.inference_mode()
-def test_a_layer_with_another_forward_or_a_hook_is_unchanged(make, prepared):
+def test_a_layer_with_its_own_forward_or_a_hook_is_not_replaced(make, prepared):
     model = nn.Sequential(make())
     nn.init.normal_(model[0].weight)
     x = torch.randn(3, 4)

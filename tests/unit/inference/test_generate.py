@@ -1,4 +1,4 @@
-"""Sampling: the KV cache does not change the text, and no excluded token is drawn."""
+"""Sampling: the KV cache does not change the text, and only allowed tokens are drawn."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOKENIZER = CharTokenizer("\nabcdefghijklmnop")
 
 @pytest.fixture
 def model() -> GPT:
-    """A model whose weights are so large that every token of the window affects the next one."""
+    """Return a model with weights so large that every token of the window affects the next one."""
     model = build_model(gpt_config(dropout=0.2), V, T)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -50,13 +50,14 @@ def drawn(model: GPT, tokens: Tensor, count: int, seed: int = 0, **settings) -> 
     )
 
 
-KEPT = 6  # of T, once it is full
+# number of the T tokens that stay in the window when it is full and shifts
+KEPT = 6
 LENGTHS = [*range(1, T + 1), *[*range(KEPT, T + 1)] * 9]
 
 
 @torch.no_grad()
 def greedy_without_cache(model: GPT, tokens: Tensor, count: int) -> Tensor:
-    """Generate each token from a call with the whole window that `generate` documents."""
+    """Generate each token by a call with the whole window, as `generate` documents it."""
     model.eval()
     lengths = LENGTHS[min(tokens.shape[1], T) - 1 :]
     for length in lengths[:count]:
@@ -67,9 +68,9 @@ def greedy_without_cache(model: GPT, tokens: Tensor, count: int) -> Tensor:
 
 @pytest.mark.parametrize("length", [1, 3, T - 1, T, T + 1, 3 * T])
 @pytest.mark.parametrize("batch", [1, 4])
-def test_greedy_with_a_cache_is_greedy_without(model, length, batch):
-    """Also past the context window, with a prompt that fills or exceeds it, and for several
-    sequences at once.
+def test_greedy_sampling_is_the_same_with_and_without_a_cache(model, length, batch):
+    """The text is longer than the context window, and the prompt may fill or exceed the window.
+    There are one or several sequences.
     """
     tokens = prompt(batch, length)
     expected = greedy_without_cache(model, tokens, 2 * T)
@@ -78,7 +79,7 @@ def test_greedy_with_a_cache_is_greedy_without(model, length, batch):
 
 
 class Uncached(nn.Module):
-    """A user model without a cache, which records the windows it is called with."""
+    """A user model without a cache. It records the windows with which it is called."""
 
     def __init__(self, inner: GPT) -> None:
         super().__init__()
@@ -104,7 +105,7 @@ def test_every_token_is_predicted_from_the_documented_window(model, length):
 
 
 def test_a_window_is_prefilled_once(model):
-    """Every other token is decoded at one position."""
+    """All other calls decode a single token."""
     read = []
     decode = model.decode
     model.decode = lambda tokens, cache, start: (
@@ -134,7 +135,7 @@ def test_a_class_attribute_named_block_size_does_not_hide_the_context(monkeypatc
 
 
 def test_a_context_of_one_token():
-    """The window is always the newest token."""
+    """The window always consists of the newest token."""
     small = build_model(gpt_config(n_layer=1, n_head=1, n_embd=4), V, 1)
     watched = Uncached(small)
     text = torch.cat([prompt(1, 1), drawn(watched, prompt(1, 1), 5)], dim=1)
@@ -150,20 +151,20 @@ def test_the_global_generator_is_not_used(model):
 
 
 def test_tokens_are_yielded_one_at_a_time(model):
-    """The caller can print each of them immediately, and stop at any time."""
+    """The caller can print each token immediately, and stop at any time."""
     stream = generate(model, prompt(4), 1000, SamplingParams(temperature=0))
     assert [next(stream).shape for _ in range(3)] == [(4,)] * 3
     assert list(generate(model, prompt(), 0, SamplingParams())) == []
 
 
-# The distribution
+# The distribution of the drawn tokens
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.05, 0.3, 0.2])
 DRAWS = 20_000
 
 
 def frequencies(**settings) -> Tensor:
-    """Return how often each token was drawn."""
+    """Return the relative frequency of each token."""
     logits = PROBABILITIES.log().expand(DRAWS, -1)
     new = sample_token(logits, SamplingParams(**settings), torch.Generator().manual_seed(0))
     return torch.bincount(new, minlength=5) / DRAWS
@@ -187,7 +188,7 @@ def frequencies(**settings) -> Tensor:
         ({"top_p": 0.69}, [1, 3]),
         ({"top_p": 0.45}, [1, 3]),  # 0.4 is not enough
         ({"top_p": 1e-6}, [1]),
-        ({"top_k": 3, "top_p": 0.7}, [1, 3]),  # of the three that are left, these have 0.7 / 0.9
+        ({"top_k": 3, "top_p": 0.7}, [1, 3]),  # these have 0.7 / 0.9 of the three that top_k leaves
         ({"top_k": 2, "top_p": 0.95}, [1, 3]),
     ],
     ids=str,
@@ -202,7 +203,7 @@ def test_only_allowed_tokens_are_drawn_in_proportion(settings, kept):
 
 
 def test_an_exponential_race_draws_by_the_probabilities():
-    """Pearson's chi-square with 4 degrees of freedom exceeds 18.5 once in a thousand."""
+    """Pearson's chi-square with 4 degrees of freedom exceeds 18.5 with a probability of 0.001."""
     generator = torch.Generator().manual_seed(0)
     indices = exponential_race(PROBABILITIES.repeat(DRAWS, 1), generator)
     found = torch.bincount(indices, minlength=5)
@@ -210,20 +211,20 @@ def test_an_exponential_race_draws_by_the_probabilities():
     assert float(((found - expected) ** 2 / expected).sum()) < 18.5
 
 
-TINY = 1.4e-45  # the smallest number of fp32 above 0
+TINY = 1.4e-45  # the smallest positive number in fp32
 
 
 @pytest.mark.parametrize("others", [0.0, TINY, 1.0, torch.inf])
 @pytest.mark.parametrize("own", [0.0, TINY, 1.0, torch.inf])
-def test_what_has_no_probability_never_arrives(own, others):
-    """Whatever the times: 0 / 0 is not a number."""
+def test_a_token_of_probability_zero_is_never_drawn(own, others):
+    """This holds for all arrival times, although 0 / 0 is not a number."""
     probabilities = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, TINY]])
     times = torch.tensor([[others, own, others], [others, others, own]])
     assert first_arrival(probabilities, times).tolist() == [1, 2]
 
 
 def test_a_model_without_finite_logits_is_refused(model):
-    """Where torch.multinomial does not say so."""
+    """torch.multinomial would not detect it."""
     for value in (torch.nan, torch.inf):
         with torch.no_grad():
             for parameter in model.parameters():
@@ -243,7 +244,7 @@ def test_each_row_has_its_own_limits():
         assert all(character in row for character, row in zip(new, allowed, strict=True))
 
 
-# The model is restored
+# The model is restored afterwards
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -276,11 +277,11 @@ def test_training_continues_after_sampling(model):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-# Text
+# Generated text
 
 
 def test_text_does_not_include_the_prompt(model):
-    """An empty prompt starts a line."""
+    """An empty prompt stands for the start of a line."""
     greedy = SamplingParams(temperature=0)
     for begin, tokens in (("abc", [[1, 2, 3]]), ("", [[0]])):
         (text,) = generate_text(model, TOKENIZER, begin, 30, greedy, seed=0)
@@ -299,11 +300,11 @@ def test_several_samples_differ_and_repeat(model):
     assert again == first
 
 
-# Documents
+# Models with an end token for documents
 
 
 def test_rows_end_where_their_documents_end(model):
-    """The others go on as without, and after the last one nothing is generated."""
+    """Other rows are not affected. Generation stops when the last document has ended."""
     tokens = prompt(4)
     whole = drawn(model, tokens, 60, seed=1)
     end = int(whole[0, 5])
@@ -318,11 +319,11 @@ def test_rows_end_where_their_documents_end(model):
     assert len(found[0]) == max(lengths) > min(lengths)
 
 
-def test_the_text_does_not_show_the_end(model):
+def test_the_text_does_not_contain_the_end_token(model):
     plain = CharTokenizer(TOKENIZER.vocabulary[:-1] + "\u2603")
     ended = CharTokenizer(TOKENIZER.vocabulary[:-1] + END)
     settings = {"max_new_tokens": 60, "sampling": SamplingParams(), "seed": 3, "n_samples": 4}
-    for begin, same in (("ab", "ab"), ("", "\u2603")):  # an empty one begins a document
+    for begin, same in (("ab", "ab"), ("", "\u2603")):  # an empty prompt begins a document
         whole = generate_text(model, plain, same, **settings)
         assert any("\u2603" in text for text in whole)
         found = generate_text(model, ended, begin, **settings)

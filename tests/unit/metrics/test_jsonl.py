@@ -1,4 +1,4 @@
-"""metrics.jsonl: what is written, what is read back after kills, and what is refused."""
+"""metrics.jsonl: writing it, reading it after kills, and refusing damaged lines."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def train(history: JSONLLogger, steps: range, loss: float) -> None:
             history.log(step, {"val/loss": loss})
 
 
-def test_one_json_object_a_line(path):
+def test_each_line_is_one_json_object(path):
     history = JSONLLogger(path)
     history.start(0, world_size=2)
     metrics = {"train/grad_norm": 0.5, "train/loss": 2.5, "speed/tokens_per_s": 4000.0}
@@ -104,7 +104,7 @@ def test_a_line_truncated_by_a_kill(path, torn):
         "\udcff",
     ],
 )
-def test_any_other_line_is_refused_by_its_number(path, line):
+def test_an_invalid_line_is_refused_by_its_number(path, line):
     lines = ['{"start": 1, "step": 0}', line, '{"step": 2, "val_loss": 1}', ""]
     path.write_bytes("\n".join(lines).encode(errors="surrogateescape"))
     with pytest.raises(DataError, match=r"line 2 of .*metrics.jsonl is not a record") as error:
@@ -113,7 +113,7 @@ def test_any_other_line_is_refused_by_its_number(path, line):
 
 
 def test_a_full_disk_loses_lines_but_not_the_run(path, log_lines):
-    """A limit on the file size truncates the line being written, like a full disk."""
+    """Like a full disk, a limit on the file size truncates the line that is being written."""
     history = JSONLLogger(path)
     history.start(0, world_size=1)
     content = path.read_bytes()
@@ -153,7 +153,7 @@ def random_file(draw: random.Random) -> list[str]:
 
 
 def expected_rows(lines: list[str]) -> tuple[list[dict[str, float | None]], int, int]:
-    """Return the rows that count, and how many faults and rollbacks there were."""
+    """Return the rows that are not superseded, and the numbers of faults and of rollbacks."""
     rows: list[dict[str, float | None]] = []
     faults = rollbacks = 0
     is_running = False
@@ -172,7 +172,7 @@ def expected_rows(lines: list[str]) -> tuple[list[dict[str, float | None]], int,
 
 
 def test_rows_and_ends_of_random_runs(path):
-    """Cut at any line, and in the middle of one."""
+    """The file may end after any line, or in the middle of a line."""
     draw = random.Random(1)
     for _ in range(300):
         lines = random_file(draw)
@@ -209,8 +209,8 @@ def test_the_end_of_a_history(path):
     assert read_end(path) is None
 
 
-def test_a_restart_whose_start_was_lost_repeats_its_steps(path):
-    """A full disk loses lines, also that of a start."""
+def test_without_the_start_line_of_a_restart_steps_appear_twice(path):
+    """A full disk can lose any line, so also the line of a start."""
     train(JSONLLogger(path), range(1, 11), 1.0)
     train(JSONLLogger(path), range(5, 8), 2.0)
     steps = [step for step, _ in read_history(path).series("train_loss")]

@@ -1,4 +1,4 @@
-"""Averages over training steps."""
+"""Meters average losses and speed over training steps."""
 
 from __future__ import annotations
 
@@ -41,13 +41,15 @@ def test_means_and_throughput_since_the_last_reading(runtime):
 
 
 def test_a_pause_does_not_count(runtime):
-    """An evaluation or a snapshot must not look like slow steps. The time of the steps queued
-    before is not the pause's, though it passes while the host waits there.
+    """An evaluation or a snapshot must not look like slow steps.
+
+    When a pause begins, the device may still work on earlier steps. That time belongs to the
+    steps, even though the host waits for them within the pause.
     """
     device = QueuedDevice(runtime)
     meter = Meter(device, 768, "tokens")
     record(meter, 1.0, 1.0)
-    device.queue(10.0)  # two steps
+    device.queue(10.0)  # the two steps
     with meter.paused() as pause:
         device.queue(2.0)  # an evaluation
     assert pause.seconds == 2.0
@@ -56,7 +58,7 @@ def test_a_pause_does_not_count(runtime):
 
 
 def test_a_pause_within_another_does_not_count_twice(runtime):
-    """An evaluation of averaged weights waits for a snapshot first."""
+    """An evaluation of averaged weights first waits for a snapshot."""
     device = QueuedDevice(runtime)
     meter = Meter(device, 768, "tokens")
     record(meter, 1.0)
@@ -70,10 +72,8 @@ def test_a_pause_within_another_does_not_count_twice(runtime):
     assert meter.read()["speed/step_ms"] == 1e3
 
 
-def test_an_interval_split_by_a_snapshot(runtime):
-    """The mean over 5 steps does not depend on whether the process was restarted after 3 of
-    them.
-    """
+def test_an_interval_that_a_restart_interrupts(runtime):
+    """The mean over 5 steps is the same if the process was restarted after 3 of them."""
     losses = [4.1, 3.7, 3.2, 2.9, 2.5]
     uninterrupted = Meter(runtime, 1, "tokens")
     record(uninterrupted, *losses)
@@ -90,7 +90,7 @@ def test_an_interval_split_by_a_snapshot(runtime):
     assert after.state() == uninterrupted.state() == ({"loss": 0.0}, 0)
 
 
-def test_several_losses_are_averaged_each(runtime):
+def test_several_losses_are_averaged_separately(runtime):
     meter = Meter(runtime, 1, "samples")
     for a, b in ((1.0, 2.0), (3.0, 6.0)):
         losses = {"loss": torch.tensor(a + b), "loss_a": torch.tensor(a), "loss_b": torch.tensor(b)}
@@ -101,7 +101,7 @@ def test_several_losses_are_averaged_each(runtime):
 
 
 class OnGPU(torch.Tensor):
-    """A tensor that notes whether this rank has said that it waits when its value is read."""
+    """A tensor that records, whenever its value is read, if the heartbeat says "waiting"."""
 
     seen: list[bool]
 
@@ -118,7 +118,7 @@ class OnGPU(torch.Tensor):
 
 
 def test_reading_the_state_waits_for_other_ranks(runtime):
-    """On a GPU it waits for the collectives in the queue: the watchdog must not blame this rank."""
+    """On a GPU, reading waits for queued collectives. The watchdog must not blame this rank."""
     OnGPU.seen, OnGPU.runtime = [], runtime
     meter = Meter(runtime, 100, "tokens")
     meter.record({"loss": torch.tensor(1.0).as_subclass(OnGPU)}, torch.tensor(1.0), 0.0)

@@ -1,4 +1,4 @@
-"""Peak FLOP/s by vendor, for each precision of known GPUs."""
+"""The vendors' peak FLOP/s of known GPUs, for each precision."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HALF = torch.bfloat16
 
 
 def peak(name: str, dtype: torch.dtype = HALF) -> float | None:
-    """Return the peak in TFLOP/s by the CUDA name of a GPU."""
+    """Return the peak in TFLOP/s of the GPU with this CUDA name."""
     found = peak_flops_of(name, dtype)
     return found and found / 1e12
 
@@ -34,9 +34,9 @@ def peak(name: str, dtype: torch.dtype = HALF) -> float | None:
         ("NVIDIA GH200 480GB", 989.5),
         ("NVIDIA H20", 148),
         ("NVIDIA H800 PCIe", 756),
-        ("Tesla V100-SXM2-16GB", None),  # without bf16
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),  # another chip
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),  # a seventh of one
+        ("Tesla V100-SXM2-16GB", None),  # does not support bf16
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),  # another chip than the desktop card
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),  # one seventh of the GPU
         ("", None),
     ],
 )
@@ -50,8 +50,8 @@ def test_names(name, tflops):
         ("Tesla V100-SXM2-16GB", torch.float16, 125, 125),
         ("NVIDIA A100-SXM4-40GB", torch.float16, 312, 312),
         ("NVIDIA A100-SXM4-40GB", torch.float32, 156, 19.5),
-        ("Tesla T4", torch.float32, 8.1, 8.1),  # has no TF32
-        # a name within another is another GPU
+        ("Tesla T4", torch.float32, 8.1, 8.1),  # does not support TF32
+        # B200 is a part of this name, but another GPU
         ("NVIDIA GB200", torch.float32, 1250, 80),
         ("NVIDIA B200", torch.float32, 1100, 75),
         ("NVIDIA H20", torch.float32, 74, 44),
@@ -73,7 +73,7 @@ def test_a_cpu_has_none():
 
 
 def test_rates_are_plausible():
-    """Detects typos in the table: 16 bits are fastest, and fp32 is no faster than TF32."""
+    """This detects typos in the table: 16 bits are fastest, and fp32 is not faster than TF32."""
     for pattern, (half, tf32, fp32) in PEAK_TFLOPS.items():
         assert re.compile(pattern) and 60 <= half <= 2500
         assert fp32 <= (tf32 or half) <= half

@@ -1,4 +1,4 @@
-"""Which sinks get which metrics, on which rank."""
+"""Which metrics go to the log, the history and the trackers, and from which rank."""
 
 from __future__ import annotations
 

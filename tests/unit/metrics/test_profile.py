@@ -1,4 +1,4 @@
-"""Which steps can be profiled, and what an out-of-memory error leaves behind."""
+"""The steps that can be profiled, and the memory snapshot after an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_window_that_cannot_be_profiled_is_refused(window):
 def test_an_out_of_memory_error_leaves_a_snapshot(
     fails, is_refused, tmp_path, monkeypatch, log_lines
 ):
-    """torch's dump is replaced, for want of a GPU."""
+    """torch's function that dumps the memory is replaced, since it needs a GPU."""
 
     def dump(path: str) -> None:
         if fails:
@@ -45,6 +45,6 @@ def test_an_out_of_memory_error_leaves_a_snapshot(
     )
 
 
-def test_other_errors_leave_none(tmp_path):
+def test_other_errors_leave_no_memory_snapshot(tmp_path):
     with pytest.raises(ValueError, match="other"), snapshot_when_out_of_memory(tmp_path, 0):
         raise ValueError("other")

@@ -1,4 +1,4 @@
-"""samples.jsonl: each generated text once, also after a kill and a resume."""
+"""samples.jsonl has each generated text once, also after a kill and a resume."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from mingpt_ddp.metrics.samples import SAMPLES, append_sample, drop_samples_afte
 
 
 def test_a_resume_drops_the_texts_of_later_steps(tmp_path):
-    drop_samples_after(tmp_path, 0)  # there is no file yet
+    drop_samples_after(tmp_path, 0)  # the file does not exist yet
     for step, text in ((3, "a\nb\u2028c \u00fc"), (6, "old"), (9, "old")):
         append_sample(tmp_path, step, text)
     drop_samples_after(tmp_path, 5)
@@ -22,7 +22,7 @@ def test_lines_that_are_not_samples_are_skipped(tmp_path):
     assert list(read_samples(tmp_path)) == [(3, "a"), (6, "new")]
 
 
-def test_a_file_that_cannot_be_written_costs_the_text(tmp_path):
+def test_if_the_file_cannot_be_written_only_the_text_is_lost(tmp_path):
     (tmp_path / SAMPLES).mkdir()
     append_sample(tmp_path, 3, "a")
     drop_samples_after(tmp_path, 0)

@@ -1,5 +1,6 @@
-"""When a step is sent to a tracker, and that it is sent once: kills, rollbacks, a server that is
-away.
+"""Each step is sent to a tracker exactly once, after a snapshot contains it.
+
+This holds after kills and rollbacks, and if the tracker's server does not respond for a while.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ Point = tuple[int, dict[str, float]]
 
 
 class Server:
-    """What a tracker has stored. It cannot take anything back."""
+    """The data that a tracker has stored. Like a real one, it cannot delete points."""
 
     def __init__(self, points: Sequence[Point] = ()) -> None:
         self.points = [*points]
         self.results: list[dict[str, Any]] = []
         self.connections = 0
-        self.fails_after: float = float("inf")  # steps of a connection that it takes
+        self.fails_after: float = float("inf")  # number of steps that a connection accepts
         self.answers = threading.Event()
         self.answers.set()
 
@@ -63,7 +64,7 @@ class FakeTracker(Tracker):
 
 
 class Attempt:
-    """One attempt of a run, which begins after `step`. A test that leaves it has killed it."""
+    """One attempt of a run. It begins after `step`, and counts as killed if it never ends."""
 
     def __init__(self, directory: Path, server: Server, step: int = 0) -> None:
         self.server = server
@@ -79,7 +80,7 @@ class Attempt:
         return self
 
     def save(self, step: int) -> Attempt:
-        """Commit a snapshot, and wait until the steps before it have arrived."""
+        """Commit a snapshot, and wait until the server has all steps before it."""
         self.sender.commit(step)
         wait_for(lambda: self.server.steps[-1:] == [step - 1])
         return self
@@ -105,7 +106,7 @@ def server():
 
 def test_a_step_is_sent_once_a_later_snapshot_is_committed(server, tmp_path):
     attempt = Attempt(tmp_path, server).train(*range(1, 8))
-    attempt.sender.commit(0)  # there is no snapshot yet
+    attempt.sender.commit(0)  # step 0 means that there is no snapshot yet
     assert (server.connections, server.points) == (0, []), "a run appears with its first snapshot"
     attempt.save(4)
     assert server.points == points(1, 2, 3), "the evaluation of step 4 could be repeated"
@@ -127,12 +128,12 @@ def test_an_older_snapshot_after_a_newer_one_was_lost(server, tmp_path):
 
 @pytest.mark.parametrize("sent_before_kill", [0, 1, 3])
 def test_a_killed_attempt(sent_before_kill, server, tmp_path):
-    """It is killed after `sent_before_kill` steps of a snapshot, and step 5 is trained again."""
+    """It is killed when the server has `sent_before_kill` of the steps. Step 5 is trained again."""
     server.fails_after = sent_before_kill
     killed = Attempt(tmp_path, server).train(1, 2, 3, 4, 5)
     killed.sender.commit(4)
     wait_for(lambda: server.steps == [1, 2, 3][:sent_before_kill] and server.connections)
-    server.answers.clear()  # nothing of the killed attempt arrives any more
+    server.answers.clear()  # nothing more arrives from the killed attempt
     server = Server(server.points)
     Attempt(tmp_path, server, step=4).train(5, 6, 7, 8).save(7)
     assert server.points == points(*range(1, 7))
@@ -141,7 +142,7 @@ def test_a_killed_attempt(sent_before_kill, server, tmp_path):
     assert server.points == points(*range(1, 9))
 
 
-def test_lines_that_are_no_records_are_left_out(server, tmp_path):
+def test_damaged_lines_are_not_sent(server, tmp_path):
     attempt = Attempt(tmp_path, server).train(1, 2)
     lines = [b"7", b"[]", b"[" * 100_000, b'{"train_loss": 1.0}', b'{"start": 1.0}', b"\xff"]
     lines.append(b'{"step": 1, "train_loss": "x"}')
@@ -152,7 +153,7 @@ def test_lines_that_are_no_records_are_left_out(server, tmp_path):
     assert server.results == [{"step": 4}]
 
 
-def test_an_evaluation_that_is_repeated_after_a_resume_joins_its_step(server, tmp_path):
+def test_an_evaluation_that_is_repeated_after_a_resume_is_sent_with_its_step(server, tmp_path):
     Attempt(tmp_path, server).history.log(1, {"train/loss": 3.0})
     attempt = Attempt(tmp_path, server, step=1)
     attempt.history.log(1, {"val/loss": 4.0})
@@ -160,7 +161,7 @@ def test_an_evaluation_that_is_repeated_after_a_resume_joins_its_step(server, tm
     assert server.points == [(1, {"train/loss": 3.0, "val/loss": 4.0}), *points(2)]
 
 
-def test_a_rollback_takes_no_step_back(server, tmp_path):
+def test_a_rollback_does_not_withdraw_steps_that_were_sent(server, tmp_path):
     attempt = Attempt(tmp_path, server).train(*range(1, 8)).save(4)
     attempt.history.rollback(4)
     attempt.train(6, 7, loss=1.0)  # step 5 is skipped
@@ -168,7 +169,7 @@ def test_a_rollback_takes_no_step_back(server, tmp_path):
     assert server.points == [*points(1, 2, 3, 4), *points(6, 7, loss=1.0)]
 
 
-def test_a_server_that_is_away_for_a_while(server, tmp_path, log_lines):
+def test_a_server_that_fails_for_a_while(server, tmp_path, log_lines):
     server.fails_after = 0
     attempt = Attempt(tmp_path, server).train(1, 2, 3, 4)
     for step in (2, 4):
@@ -188,18 +189,18 @@ def test_a_server_that_is_away_for_a_while(server, tmp_path, log_lines):
     assert len(log_lines) == 1
 
 
-def test_a_server_that_is_silent_for_a_while(server, tmp_path):
+def test_a_server_that_does_not_respond_for_a_while(server, tmp_path):
     attempt = Attempt(tmp_path, server).train(1, 2).save(2)
     server.answers.clear()
     for step in range(3, 40):
-        attempt.train(step).sender.commit(step)  # returns
+        attempt.train(step).sender.commit(step)  # does not block
     server.answers.set()
     attempt.end(39)
     assert server.points == points(*range(1, 40))
     assert server.connections == 1
 
 
-def test_a_server_that_is_away_at_the_end_gets_the_rest_from_the_same_command(
+def test_the_same_command_sends_the_rest_if_the_server_failed_at_the_end(
     server, tmp_path, log_lines
 ):
     server.fails_after = 2
@@ -214,7 +215,7 @@ def test_a_server_that_is_away_at_the_end_gets_the_rest_from_the_same_command(
 
 
 @pytest.mark.parametrize("missing", TRACKERS)
-def test_a_missing_library_is_refused_where_it_is_needed(missing, monkeypatch):
+def test_a_missing_tracker_library_is_refused(missing, monkeypatch):
     config = from_mapping(configure("tracker=[tensorboard,mlflow,wandb]"))
     find = lambda name: None if name == missing else object()  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", find)

@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a run, also after interruptions."""
+"""TensorBoard shows each point of a run once, also after interruptions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mingpt_ddp.metrics.trackers.tensorboard import TensorBoardLogger
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
-    """Attempts of a run are seconds apart, and readers sort event files by the second."""
+    """Let a second pass at each call. Readers sort event files by the second."""
     seconds = itertools.count(int(time.time()))
     monkeypatch.setattr(time, "time", lambda: float(next(seconds)))
 
@@ -52,7 +52,7 @@ def test_no_file_before_the_first_value(tmp_path):
 
 
 def texts(directory: Path) -> list[tuple[int, str]]:
-    """Read texts as the pages of TensorBoard do: the accumulator above purges only scalars."""
+    """Read texts as TensorBoard's pages do. The accumulator above purges only scalars."""
     events = plugin_event_accumulator.EventAccumulator(str(directory), size_guidance={"tensors": 0})
     events.Reload()
     return [
@@ -70,14 +70,16 @@ def log_steps(logger: TensorBoardLogger, steps: range, value: float) -> None:
 
 
 def shown(value: float) -> str:
-    """Markdown shows indented lines as they are."""
+    """Return the text as Markdown. It shows indented lines unchanged."""
     return f"    {value}\n      b"
 
 
 @pytest.mark.parametrize("closed", [True, False], ids=["ended", "killed"])
 def test_a_resumed_run_has_no_duplicate_points(tmp_path, closed):
-    """Steps 7 to 10 were logged, but the last snapshot was that of step 6: they are trained and
-    logged again, and once more after a rollback.
+    """Steps 7 to 10 are logged three times.
+
+    The last snapshot is from step 6, so they are trained again. A rollback repeats them once
+    more.
     """
     first = start(tmp_path, 0)
     log_steps(first, range(1, 11), value=1.0)
@@ -96,8 +98,9 @@ def test_a_resumed_run_has_no_duplicate_points(tmp_path, closed):
 
 
 def test_hparams_are_in_the_run_directory(tmp_path):
-    """A directory below that of the run would show up in TensorBoard as one more run. No card of
-    the HParams tab comes first, with a point at step 0.
+    """In a directory below the run, TensorBoard would show them as a separate run.
+
+    The HParams tab has no first card with a point at step 0.
     """
     directory = tmp_path / "big" / "rank0"
     logger = start(directory, 0)
@@ -106,7 +109,7 @@ def test_hparams_are_in_the_run_directory(tmp_path):
     logger.close()
     runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path / "big"), "big").Reload()
     assert {run: sorted(tags["scalars"]) for run, tags in runs.Runs().items()} == {
-        "big/rank0": ["train/loss", "val/loss"]  # as --logdir_spec in docs/logs.md calls it
+        "big/rank0": ["train/loss", "val/loss"]  # the name from --logdir_spec in docs/logs.md
     }
     assert points(directory, "val/loss") == [(1, 1.5)]
     events = read_back(directory)
@@ -122,7 +125,7 @@ def test_hparams_are_in_the_run_directory(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_loses_points_but_not_the_run(tmp_path, log_lines):
-    """A limit on the file size is like a full disk."""
+    """A limit on the file size has the same effect as a full disk."""
     logger = start(tmp_path, 0)
     logger.log(1, {"train/loss": 4.5})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

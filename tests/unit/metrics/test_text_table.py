@@ -1,4 +1,4 @@
-"""Text in columns."""
+"""Tables of text in aligned columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing changes which activations are saved, but no result."""
+"""Activation checkpointing saves fewer activations, and changes no result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tokens() -> Tensor:
 
 
 def step(made: nn.Module) -> tuple[Tensor, list[Tensor], int]:
-    """Return the loss, the gradients, and the bytes of activations saved for backward."""
+    """Return the loss, the gradients, and the bytes of activations saved for the backward pass."""
     kept: dict[int, int] = {}
     own = {parameter.data_ptr() for parameter in made.parameters()}
 
@@ -55,7 +55,7 @@ def test_the_same_gradients_with_dropout():
 
 
 def test_a_block_saves_only_its_input():
-    width = 48  # of gpt_nano
+    width = 48  # model.n_embd of gpt_nano
     added = {
         on: step(model(on, n_layer=5))[2] - step(model(on, n_layer=3))[2] for on in (False, True)
     }

@@ -1,4 +1,4 @@
-"""Registered parts of the blocks of gpt and modern: those of examples/parts."""
+"""User parts for the blocks of gpt and modern, tested with those of examples/parts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def registered():
 
 @pytest.fixture
 def own():
-    """Return a function that registers a part as `own`."""
+    """Return a function that registers a part under the name "own"."""
     kinds = []
 
     def add(kind: str, part: Any, config: type = PartConfig) -> None:
@@ -87,7 +87,7 @@ def tokens(batch: int = 2) -> Tensor:
 @pytest.mark.parametrize("model", ["gpt_nano", "modern_nano"])
 @pytest.mark.parametrize("parts", CHOICES, ids=" ".join)
 def test_a_part_trains_and_samples_the_same_with_a_cache(parts, model):
-    """The check before a run covers causality and the cache."""
+    """check_is_causal_lm, which also runs before training, covers causality and the cache."""
     made = randomized(built(*parts, model=model))
     assert has_cache(made) == ("model.attention=mean" not in parts)
     x, y = tokens(), tokens().flip(1)
@@ -100,7 +100,7 @@ def test_a_part_trains_and_samples_the_same_with_a_cache(parts, model):
     assert torch.equal(torch.stack(steps), torch.stack(again))
 
 
-def test_a_part_is_built_with_its_keys_and_the_rest_of_the_model_is_as_without():
+def test_a_part_gets_its_keys_and_does_not_change_the_rest_of_the_model():
     plain, alibi = built(), built("model.attention=alibi")
     assert plain.state_dict().keys() == alibi.state_dict().keys()
     steep = built("model.attention=alibi", "model.part_settings.steepness=4")
@@ -110,7 +110,7 @@ def test_a_part_is_built_with_its_keys_and_the_rest_of_the_model_is_as_without()
 
 @pytest.mark.parametrize("model", ["gpt_nano", "modern_nano"])
 def test_initial_weights(model):
-    """Layers have those of the model; other parameters are as the constructor made them."""
+    """Linear layers get the model's initial weights. Other parameters keep the constructor's."""
     names = dict(built("model.attention=temperature", "model.mlp=swiglu", model=model).state_dict())
     of_gate, of_down = names["blocks.0.mlp.gate.weight"], names["blocks.0.mlp.down.weight"]
     deviations = {"gpt_nano": (0.02, 0.01), "modern_nano": (0.25, 0)}[model]
@@ -118,8 +118,8 @@ def test_initial_weights(model):
     assert names["blocks.0.attention.scale"].tolist() == [1, 1]
 
 
-def test_attention_with_a_bias_is_that_by_hand():
-    """In bf16 on a CPU by blocks of queries, also after cached keys."""
+def test_attention_with_a_bias_agrees_with_the_formula():
+    """In bf16 on a CPU, attention is computed in blocks of queries, also after cached keys."""
     q, k, v = torch.randn(3, 2, 2, 100, 8).unbind(0)
     bias = torch.randn(2, 100, 100)
     scores = q @ k.mT / 8**0.5 + bias
@@ -133,7 +133,7 @@ def test_attention_with_a_bias_is_that_by_hand():
 
 
 class Shifted(nn.Module):
-    """An MLP that looks at the token before, and does not say so."""
+    """An MLP that uses the previous token without declaring that it does."""
 
     def __init__(self, config, block):
         super().__init__()
@@ -178,13 +178,13 @@ class NoForward(nn.Module):
         ("attention", RotaryAttention, "model.attention=own is a RotaryAttention, which needs"),
     ],
 )
-def test_what_is_no_part_is_refused(own, kind, part, error):
+def test_objects_that_are_not_a_part_are_refused(own, kind, part, error):
     own(kind, part)
     with pytest.raises((CodeError, ConfigError), match=error):
         built(f"model.{kind}=own")
 
 
-def test_modern_gives_its_rotary_attention_what_it_needs(own):
+def test_a_subclass_of_modern_s_rotary_attention_gets_all_its_arguments(own):
     own("attention", RotaryAttention)
     variant = built("model.attention=own", model="modern_nano")
     plain = built(model="modern_nano")
@@ -220,7 +220,7 @@ SETTINGS = "model.part_settings"
         ),
     ],
 )
-def test_a_mistyped_key_is_one_line(overrides, error):
+def test_a_mistyped_key_gives_one_line(overrides, error):
     with pytest.raises(ConfigError, match=error):
         config(*overrides)
 
@@ -253,7 +253,7 @@ def test_parts_share_a_key_of_one_type(own):
         config("model.attention=own", "model.norm=own")
 
 
-def test_what_a_part_cannot_is_refused_in_one_line():
+def test_features_that_do_not_support_parts_refuse_or_skip_them():
     chosen = config("model.attention=alibi", "ddp.tensor_parallel=2")
     with pytest.raises(
         ConfigError, match=r"original parts.*, without model.attention=alibi; other"
@@ -263,7 +263,7 @@ def test_what_a_part_cannot_is_refused_in_one_line():
     assert not should_compile(config("model.attention=alibi"), torch.device("cuda"))
 
 
-def test_a_name_at_its_default_renames_no_run():
+def test_part_keys_at_their_defaults_do_not_change_the_run_name():
     values: dict[str, Any] = config().to_dict()
     for key in ("attention", "mlp", "norm", "part_settings"):
         del values["model"][key]
@@ -284,14 +284,14 @@ def preflight(*overrides: str, model: str = "gpt_nano") -> None:
 
 
 class Whole(Attention):
-    """Not causal."""
+    """Attention that sees all positions."""
 
     def attend(self, q, k, v, cache=None, start=0, bias=None):
         return F.scaled_dot_product_attention(q, k, v)
 
 
 class Peek(Attention):
-    """Sees the next position too."""
+    """Attention that also sees the next position."""
 
     def attend(self, q, k, v, cache=None, start=0, bias=None):
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(1)
@@ -317,7 +317,7 @@ class IgnoresStart(Attention):
     ],
 )
 def test_a_mistake_is_found_before_anything_is_written(own, kind, part, problem, model):
-    """Also one that hardly changes the logits of its steps; the part is named."""
+    """This includes mistakes that hardly change the logits. The error names the part."""
     own(kind, part)
     if problem is None:
         return preflight(f"model.{kind}=own", model=model)
@@ -345,7 +345,7 @@ OF_SHAPE = r"must return a tensor of shape \(B, T, C\), here \(2, 1, 16\), not"
         ("attention", Values, "and the values of the first block, not a Tensor alone"),
     ],
 )
-def test_another_shape_than_that_of_the_residual_stream_is_refused(own, kind, part, problem):
+def test_an_output_of_the_wrong_shape_is_refused(own, kind, part, problem):
     own(kind, part)
     model = "modern_nano" if part is Values else "gpt_nano"
     with pytest.raises(CodeError, match=f"^code error: model.{kind}=own .*{problem}"):

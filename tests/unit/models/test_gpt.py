@@ -1,6 +1,4 @@
-"""The model: causal, numerically equal to GPT-2, with tied weights and the published number of
-parameters.
-"""
+"""The gpt model is causal, agrees with GPT-2, and has its published number of parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ def config(**changes) -> GPTConfig:
 
 
 def randomized(model: M, seed: int = 0) -> M:
-    """Randomize every parameter, with values large enough to matter; evaluation mode."""
+    """Set every parameter to random values that are large enough to matter. Turn dropout off."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -58,7 +56,7 @@ def model(request) -> nn.Module:
 
 
 def test_no_logit_depends_on_a_later_token(model):
-    """Another token at a position changes the logits there, and none before."""
+    """Changing a token changes the logits from its position on, and none before."""
     tokens = random_tokens()
     with torch.no_grad():
         plain = model(tokens)
@@ -72,9 +70,9 @@ def test_no_logit_depends_on_a_later_token(model):
 
 @pytest.mark.parametrize("pieces", [[T], [1] * T, [5, 1, 1, 9], [1, 8, 7]], ids=str)
 def test_the_logits_with_a_cache_equal_those_without(model, pieces):
-    """Also in several pieces, so the cached logits are as causal as the others.
+    """The tokens may come in several pieces, so the logits with a cache are causal too.
 
-    If a token of a piece saw a later one, the keys of its second layer would be others.
+    If a token saw a later token of its piece, its keys in the second layer would differ.
     """
     tokens = random_tokens()
     with torch.no_grad():
@@ -83,7 +81,7 @@ def test_the_logits_with_a_cache_equal_those_without(model, pieces):
         layers = cache if isinstance(cache, list) else [each.attention for each in cache.layers]
         for layer in layers:
             for tensor in (layer.keys, layer.values):
-                tensor.fill_(torch.nan)  # what has not been written must not be read
+                tensor.fill_(torch.nan)  # entries that were not written must not be read
         start = 0
         for piece in pieces:
             scores = model.decode(tokens[:, start : start + piece], cache, start)
@@ -91,8 +89,8 @@ def test_the_logits_with_a_cache_equal_those_without(model, pieces):
             torch.testing.assert_close(scores, expected[:, start - 1], atol=1e-5, rtol=1e-5)
 
 
-def test_a_step_at_a_position_on_the_device_gives_the_same_logits(model):
-    """And again after a restart at position 0, with stale entries in the cache."""
+def test_a_step_with_its_position_in_a_tensor_gives_the_same_logits(model):
+    """It does so again after a restart at position 0, when the cache has stale entries."""
     tokens = random_tokens()
     with torch.no_grad():
         expected = model(tokens)
@@ -112,14 +110,14 @@ def test_more_tokens_than_the_context_length_are_refused(model):
         model.decode(random_tokens(length=1), model.new_cache(2, torch.float32), T)
 
 
-# Graphs for other programs
+# Exported graphs
 
 
 @pytest.mark.parametrize("model", [NGRAMS], indirect=True, ids=["ngrams"])
 def test_a_graph_of_torch_export_takes_any_length(model):
-    """And any number of sequences; the graph records no gradients, though they are on.
+    """It also takes any number of sequences. It records no gradients, although they are enabled.
 
-    ONNX Runtime, below, has that of gpt.
+    The test with ONNX Runtime below covers gpt.
     """
     sizes = {0: torch.export.Dim("B", min=1), 1: torch.export.Dim("T", min=1, max=T)}
     example = (random_tokens(length=5),)
@@ -133,7 +131,9 @@ def test_a_graph_of_torch_export_takes_any_length(model):
     "model",
     [
         *(pytest.param(of, marks=pytest.mark.integration) for of in (config(), NGRAMS)),
-        pytest.param(MODERN, marks=pytest.mark.slow),  # that with n-grams has all its parts
+        pytest.param(
+            MODERN, marks=pytest.mark.slow
+        ),  # the model with n-grams has the same parts and more
     ],
     indirect=True,
     ids=["gpt", "ngrams", "modern"],
@@ -178,13 +178,13 @@ def gpt2_name(name: str) -> str:
 
 
 def is_transposed(name: str) -> bool:
-    """GPT-2 stores the matrices of its linear layers transposed."""
+    """Return True if GPT-2 stores this tensor transposed: the matrices of its linear layers."""
     return name.startswith("blocks.") and name.endswith("weight") and "norm" not in name
 
 
 @pytest.fixture
 def gpt2():
-    """GPT-2 of the transformers library with random weights."""
+    """Return the GPT-2 of the transformers library, with random weights."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(1)
     settings = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=V, n_positions=T)
@@ -192,7 +192,7 @@ def gpt2():
 
 
 @pytest.mark.integration
-def test_our_model_and_gpt2_have_each_others_logits_and_loss(gpt2):
+def test_logits_and_loss_equal_those_of_gpt2_with_the_same_weights(gpt2):
     model = build_model(config(), V, T).eval()
     theirs = {k: v.clone() for k, v in gpt2.state_dict().items()}
     names = {name: gpt2_name(name) for name in model.state_dict()}
@@ -206,7 +206,7 @@ def test_our_model_and_gpt2_have_each_others_logits_and_loss(gpt2):
         torch.testing.assert_close(model(tokens), expected.logits, atol=1e-5, rtol=1e-5)
         loss = model(tokens[:, :-1], tokens[:, 1:])
         torch.testing.assert_close(loss, expected.loss, atol=1e-5, rtol=1e-5)
-        randomized(model)  # with values large enough to matter
+        randomized(model)
         ours = {gpt2_name(k): v.T if is_transposed(k) else v for k, v in model.state_dict().items()}
         missing, unexpected = gpt2.load_state_dict(ours, strict=False)
         assert not unexpected and set(missing) <= {"lm_head.weight"}, "transformer.wte.weight"
@@ -231,7 +231,7 @@ def test_embedding_and_head_are_one_tensor(model):
 
 def preset(name: str) -> GPTConfig:
     values = yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text())
-    del values["defaults"]  # those of the dataclass
+    del values["defaults"]  # the dataclass has these values
     return GPTConfig(architecture="gpt", **values)
 
 
@@ -246,9 +246,11 @@ def test_gpt2_small_has_its_published_size(name, vocabulary, count):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_parameters_and_flops_by_hand(bias):
-    """For C = 8, L = 3: 12 C^2 + 2 C weights a block (13 C with biases: 3 + 1 + 4 + 1 and 2 + 2 of
-    the norms). 6 FLOPs for each weight that multiplies (the tied head is one), and 12 L C T for the
-    attention.
+    """The model has C = 8 and L = 3.
+
+    A block has 12 C^2 + 2 C weights. With biases, the last term is 13 C: 3 + 1 + 4 + 1 in the
+    linear layers and 2 + 2 in the norms. Each weight of a matrix product takes 6 FLOPs per token,
+    also in the tied head. Attention takes 12 L C T.
     """
     model = build_model(config(n_layer=3, n_embd=8, bias=bias), V, T)
     blocks = 3 * (12 * 64 + (13 * 8 if bias else 2 * 8)) + (16 if bias else 8)
@@ -257,8 +259,8 @@ def test_parameters_and_flops_by_hand(bias):
 
 
 def test_initial_weights():
-    """Deviation 0.02, in layers that write to the residual stream 0.02 / sqrt(2 L); biases 0, norms
-    1.
+    """The standard deviation is 0.02, or 0.02 / sqrt(2 L) in layers that write to the residual
+    stream. Biases are 0 and norms are 1.
     """
     torch.manual_seed(0)
     model = build_model(config(n_layer=8, n_embd=128), 500, 64)
@@ -305,8 +307,8 @@ def test_dropout_is_active_only_in_training():
 
 
 def test_dropout_is_where_gpt2_has_it():
-    """Behind the embeddings, on the attention weights and on what each layer adds to the residual
-    stream.
+    """It follows the embeddings, and acts on the attention weights and on the outputs that the
+    layers add to the residual stream.
     """
     rate = 0.25
     model = randomized(build_model(config(n_layer=1, dropout=rate), V, T)).train()
@@ -320,7 +322,7 @@ def test_dropout_is_where_gpt2_has_it():
         model(random_tokens(batch=500))
     seen["residual"] = seen["residual"] - seen["embedding"]
     zero = {part: value == 0 for part, value in seen.items()}  # (B, T, C)
-    # the first token attends only to itself: in each head, that weight is dropped or not
+    # The first token attends only to itself. In each head, this one weight is dropped or not.
     zero["attention"] = zero["attention"][:, 0].unflatten(-1, (2, 8)).all(dim=-1)  # (B, H)
     shares = {part: float(value.float().mean()) for part, value in zero.items()}
     assert shares == pytest.approx(dict.fromkeys(inputs.values(), rate), abs=0.05)

@@ -1,4 +1,4 @@
-"""The parts of the modern decoder against explicit formulas, and its initialization."""
+"""The parts of the modern decoder agree with explicit formulas. Its initialization is checked."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def normalized(x: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same_gradients(function, formula, *inputs: torch.Tensor) -> None:
-    """Compare results and gradients, and the result where no gradient is recorded."""
+    """Compare results and gradients. The result without recording gradients must be the same."""
     exact = [tensor.double().requires_grad_() for tensor in inputs]
     given = [tensor.requires_grad_() for tensor in inputs]
     expected = formula(*exact)
@@ -80,18 +80,18 @@ TABLE = rotary_table(7, 8, torch.device("cpu"), torch.float32)
         (rms_norm, normalized, [(3, 5, 8)]),
         (relu_squared, lambda x: x.clamp(min=0) ** 2, [(4, 7)]),
         *((norm_and_shift, shifted, [(3, T, 8), (8,)]) for T in (1, 2, 7)),
-        # a view with other strides
+        # a view that is not contiguous
         (lambda qkv: norm_and_rotate(qkv[:, :, :2], TABLE), rotated, [(2, 7, 3, 3, 8)]),
     ],
 )
-def test_results_and_gradients_are_those_of_the_formula(function, formula, shapes):
+def test_results_and_gradients_agree_with_the_formula(function, formula, shapes):
     inputs = [random(*shape, seed=i, dtype=torch.float32) for i, shape in enumerate(shapes)]
     assert_same_gradients(function, formula, *inputs)
 
 
 @pytest.mark.parametrize("function", [rms_norm, relu_squared])
 def test_16_bits_stay_16_bits_on_a_gpu(function):
-    """Checked by dtype, without a GPU: the autocast rules for CUDA run some operations in fp32."""
+    """CUDA's autocast rules run some operations in fp32. No GPU is needed to check the dtype."""
     x = FakeTensor(
         FakeTensorMode(),
         torch.empty(2, 8, dtype=torch.bfloat16, device="meta"),
@@ -112,7 +112,7 @@ def test_16_bits_stay_16_bits_on_a_gpu(function):
     ("T", "S"), [(1, 1), (1, 9), (64, 64), (65, 65), (150, 150), (5, 140), (130, 200)]
 )
 def test_attention_is_causal(T, S, dtype):
-    """Output and gradients against the formula; in bf16, attention is computed in blocks."""
+    """Output and gradients agree with the formula. In bf16, attention is computed in blocks."""
     q, k, v = (
         random(2, 3, n, 8, seed=i, dtype=torch.float32).to(dtype) for i, n in enumerate((T, S, S))
     )
@@ -147,7 +147,7 @@ def test_rotary_embedding_preserves_norms_and_scores_depend_on_distances():
     table = rotary_table(T, D, torch.device("cpu"), torch.float32)
     x = rms_norm(random(1, 1, 2, 1, D, dtype=torch.float32)).expand(
         1, T, 2, 1, D
-    )  # the same vectors everywhere
+    )  # the same vectors at all positions
     rotated = norm_and_rotate(x, table)
     torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(rotated[:, 0], x[:, 0], atol=1e-5, rtol=1e-5)
@@ -179,7 +179,7 @@ def test_every_block_is_initially_the_identity():
 
 @pytest.mark.parametrize("rows", [0, 5])
 def test_all_parameters_get_gradients(rows):
-    """After a step that changes the zero-initialized parameters, every parameter has a gradient."""
+    """Once steps have changed the parameters that start at zero, every parameter has a gradient."""
     torch.manual_seed(0)
     model = build_model(replace(CONFIG, ngram_rows=rows), 31, 16)
     x, y = torch.randint(31, (2, 4, 16))
@@ -193,8 +193,8 @@ def test_all_parameters_get_gradients(rows):
         assert float(parameter.grad.abs().max()) > 0, name
 
 
-def test_the_vectors_of_ngrams_by_hand():
-    """Each token adds four vectors of C / 4: of the 2, 3, 4 and 5 newest tokens."""
+def test_ngram_embeddings_by_hand():
+    """Each token adds four vectors of size C / 4, for its last 2, 3, 4 and 5 tokens."""
     ngrams = NGramEmbedding(1000, 16)
     text = torch.randint(100, (2, 9), generator=torch.Generator().manual_seed(0))
     found = ngrams(text, None, 0).unflatten(2, (4, 4))
@@ -218,7 +218,7 @@ def test_a_head_of_odd_width_is_refused():
 
 
 def test_flops_by_hand():
-    """Six per parameter of a matrix, plus the products of attention."""
+    """There are six FLOPs for each parameter of a matrix, plus the products of attention."""
     model = Modern(CONFIG, 31, 16)
     matrices = (
         sum(p.numel() for p in model.parameters() if p.dim() >= 2)

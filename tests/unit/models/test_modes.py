@@ -1,4 +1,4 @@
-"""Contexts that put a model back as it was."""
+"""Contexts that restore the state of a model when they end."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""A model that places its own layers: who calls it, and what trains it.
+"""A model may place its own layers on devices, if its strategy allows it.
 
-tests/fake_gpu/test_steps.py trains one on several GPUs, tests/e2e/test_model_parallel.py on a CPU.
+tests/fake_gpu/test_steps.py trains such a model on several GPUs. tests/e2e/test_model_parallel.py
+trains one on a CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 class Placed(nn.Module):
-    """One layer where the rank is, and one without values."""
+    """A model with one layer on the rank's device and one on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()

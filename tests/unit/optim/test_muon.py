@@ -1,4 +1,4 @@
-"""Muon: orthogonalized updates, their parameters, and the optimizer state."""
+"""Muon orthogonalizes updates of matrices. Its other parameters use AdamW."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_singular_values_become_one_and_singular_vectors_are_kept(shape, dtype, 
 
 
 def test_a_stack_is_orthogonalised_matrix_by_matrix():
-    """A gradient of zeros changes nothing."""
+    """A matrix of zeros stays zero."""
     stack = torch.cat([matrices(4, 8, 8), torch.zeros(1, 8, 8)])
     batched = polar_express(stack)
     for matrix, expected in zip(stack, batched, strict=True):
@@ -116,8 +116,9 @@ def test_parameter_groups(architecture):
 
 
 def test_an_update_is_orthogonal():
-    """Every singular value changes by the learning rate, or twice that for a matrix four times as
-    tall as wide.
+    """Every singular value changes by the learning rate.
+
+    For a matrix that is four times as tall as wide, it is twice the learning rate.
     """
     model = nn.ModuleList([FusedLinear(8, 8, parts=2), nn.Linear(8, 32, bias=False)])
     weights = [layer.weight for layer in model]
@@ -132,8 +133,8 @@ def test_an_update_is_orthogonal():
         assert float(values.median()) > 0.87 * expected
 
 
-def test_the_learning_rate_and_the_decay_are_those_of_the_groups():
-    """An empty matrix is unchanged."""
+def test_each_group_has_its_own_learning_rate_and_decay():
+    """A matrix without elements is unchanged."""
     model = nn.Module()
     model.up, model.none = nn.Parameter(torch.eye(4) * 2), nn.Parameter(torch.zeros(0, 4))
     optimizer = Muon(model, MUON)
@@ -158,9 +159,9 @@ def test_the_state_is_saved_and_restored_exactly(architecture):
         assert torch.equal(expected, restored), name
 
 
-def test_it_overfits_a_batch():
+def test_muon_overfits_a_batch():
     model, optimizer = trained("modern", 1)
     x, y = torch.randint(31, (2, 4, 16), generator=torch.Generator().manual_seed(0))
     for _ in range(40):
         train_steps(model, optimizer, range(1))
-    assert float(model(x, y).detach()) < 1.5  # of log 31 = 3.4
+    assert float(model(x, y).detach()) < 1.5  # it begins at log 31 = 3.4

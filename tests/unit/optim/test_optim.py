@@ -1,4 +1,4 @@
-"""The learning rate of every step, and which parameters are decayed."""
+"""Schedules of learning rate and weight decay, and the parameter groups."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mingpt_ddp.models import build_model
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.optim.lr_schedule import check_schedule, get_lr, scale_lr, weight_decay_factor
 
-# A peak of 2, a warm-up of 10 steps, then 100 steps down to a tenth of the peak.
+# Warm-up to a peak of 2 in 10 steps, then 100 steps down to a tenth of the peak.
 SCHEDULE = {
     "schedule": "cosine",
     "schedule_steps": None,
@@ -47,19 +47,19 @@ WARM_UP = {1: 0.2, 5: 1.0, 10: 2.0}
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        # cosine: 0.2 + 1.8 (1 + cos(pi progress)) / 2, at a quarter (1 + 0.70711) / 2 = 0.85355
+        # cosine: 0.2 + 1.8 (1 + cos(pi progress)) / 2. At 1/4, (1 + 0.70711) / 2 = 0.85355.
         (
             "cosine",
             {11: 1.9995559, 35: 1.736396, 60: 1.1, 85: 0.463604, 110: 0.2, 111: 0.2, 500: 0.2},
         ),
         ("linear", {11: 1.982, 35: 1.55, 60: 1.1, 85: 0.65, 110: 0.2, 111: 0.2, 500: 0.2}),
-        # wsd: the last fifth of 110 steps starts after step 88
+        # wsd: the decay takes the last fifth of 110 steps, so it starts after step 88.
         ("wsd", {11: 2.0, 60: 2.0, 88: 2.0, 99: 1.1, 109: 0.281818, 110: 0.2, 111: 0.2, 500: 0.2}),
         ("constant", {11: 2.0, 60: 2.0, 110: 2.0, 500: 2.0}),
     ],
 )
 def test_the_schedule_from_its_start_to_beyond_its_end(name, expected):
-    """Also if the run ends within its warm-up; `schedule_steps` overrides the length of the run."""
+    """A run may end within its warm-up. `schedule_steps` overrides the length of the run."""
     expected = {**WARM_UP, **expected}
     rates = {step: get_lr(step, schedule(name), STEPS) for step in expected}
     assert rates == pytest.approx(expected, rel=1e-6)
@@ -73,10 +73,10 @@ def test_the_schedule_from_its_start_to_beyond_its_end(name, expected):
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
-def test_it_never_rises_after_the_warm_up_and_never_jumps(name):
+def test_the_learning_rate_never_rises_after_the_warm_up_and_never_jumps(name):
     rates = [get_lr(step, schedule(name), STEPS) for step in range(10, STEPS + 1)]
     falls = [before - after for before, after in pairwise(rates)]
-    # wsd falls fastest: by 1.8 in 22 steps
+    # wsd falls fastest, by 1.8 in 22 steps.
     assert all(-1e-12 <= fall <= 1.8 / 22 + 1e-9 for fall in falls)
     assert sum(falls) == pytest.approx(1.8)
 
@@ -110,8 +110,10 @@ def model() -> nn.Module:
 
 @pytest.mark.parametrize("config", [ADAMW, SGD], ids=["adamw", "sgd"])
 def test_matrices_are_decayed_and_vectors_are_not(model, config):
-    """Without a gradient only the decay is applied. AdamW takes lr * weight_decay off the weight;
-    SGD's decay is a gradient, which Nesterov counts 1 + 0.9 times. Frozen parameters are left out.
+    """The gradients are zero, so only the decay is applied.
+
+    AdamW reduces the weight by a factor of 1 - lr * weight_decay. SGD adds the decay to the
+    gradient, which Nesterov momentum counts 1 + 0.9 times. Frozen parameters are left out.
     """
     model.token_embedding.weight.requires_grad_(False)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -161,7 +163,7 @@ def test_the_learning_rate_is_scaled_with_the_batch(scaling, batch, factor):
         ("constant", {1: 1.0, 55: 1.0, 110: 1.0, 500: 1.0}),
         # from 1 to 3 over 110 steps
         ("linear", {11: 1.2, 55: 2.0, 110: 3.0, 500: 3.0}),
-        # 1 + (1 - cos(pi progress)): at a tenth 1 - 0.95106
+        # 1 + (1 - cos(pi progress)). At progress 1/10, the term in brackets is 1 - 0.95106.
         ("cosine", {11: 1.0489435, 55: 2.0, 110: 3.0, 500: 3.0}),
         ("lr", {5: 0.5, 10: 1.0, 60: 0.55, 110: 0.1, 500: 0.1}),
     ],
@@ -179,8 +181,8 @@ def test_the_schedule_of_weight_decay(name, expected):
         (lambda step, steps, config: math.nan if step == 6 else 1.0, "returned nan at step 6"),
     ],
 )
-def test_a_schedule_of_ones_own_that_fails(own, error, monkeypatch):
-    """Also at a step that was not tried before the start: no weight becomes NaN."""
+def test_a_user_schedule_that_fails(own, error, monkeypatch):
+    """It may fail at a step that was not tried before the start. No weight becomes NaN."""
     monkeypatch.setitem(SCHEDULES, "own", ScheduleConfig)
     monkeypatch.setitem(BUILDERS["schedule"], "own", own)
     with pytest.raises(CodeError, match=f"the schedule own.* {error}"):

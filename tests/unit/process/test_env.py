@@ -1,4 +1,4 @@
-"""The ranks that launchers set, and the GPU of each rank, with a fake number of GPUs."""
+"""The ranks that launchers set, and the GPU of each rank. The number of GPUs is faked."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from mingpt_ddp.process.env import DistEnv, read_env, worker_environ
 
 @pytest.fixture
 def device(monkeypatch):
-    """Return a function that chooses the device for environment variables and a number of visible
-    GPUs.
+    """Return a function that chooses the device of a rank.
+
+    It takes the number of visible GPUs and the environment variables of the rank.
     """
 
     def choose(gpus: int, backend: str = "auto", **variables: str) -> str:
@@ -33,7 +34,7 @@ def device(monkeypatch):
 
 
 SHARED = {"WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-# whose parent was started with RANK=5
+# the environment of a parent that was started with RANK=5
 MACHINE = DistEnv(rank=5, world_size=8, master_address=("127.0.0.1", 29500))
 
 
@@ -56,9 +57,10 @@ def test_each_local_rank_has_a_visible_gpu(launcher, device):
         device(2, **variables(2))
 
 
-def test_a_gpu_shown_to_one_process_alone(device):
-    """As SLURM does with --gpus-per-task=1; processes below one parent see the same, and cannot
-    share it.
+def test_each_process_may_see_only_its_own_gpu(device):
+    """SLURM does this with --gpus-per-task=1.
+
+    Processes below one parent all see the same GPU, and cannot share it.
     """
     variables = {**SHARED, "RANK": "1", "LOCAL_RANK": "1"}
     assert device(1, **variables) == "cuda:0"
@@ -86,7 +88,7 @@ def test_ranks_of_gloo_share_gpus(device):
 
 @pytest.mark.parametrize(("gpus", "expected"), [("0,1", ["cuda:0", "cuda:1"]), ("1", ["cuda:0"])])
 def test_visible_gpus_are_numbered_from_zero(gpus, expected, device, monkeypatch):
-    """As with CUDA_VISIBLE_DEVICES=0,1, which torch counts."""
+    """torch numbers the devices in CUDA_VISIBLE_DEVICES from zero."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     variables = [{**SHARED, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(len(expected))]
     assert [device(len(expected), **each) for each in variables] == expected
@@ -136,7 +138,7 @@ def test_mpirun_on_one_machine_needs_no_address(mpirun):
         ({"MASTER_PORT": "65536"}, r"MASTER_PORT=65536 must lie below 65536"),
     ],
 )
-def test_numbers_of_mpirun_out_of_range(mpirun, changes, message):
+def test_mpirun_numbers_out_of_range_are_refused(mpirun, changes, message):
     with pytest.raises(ConfigError, match=message):
         mpirun(MASTER_ADDR="head", **changes)
 

@@ -1,4 +1,7 @@
-"""What one line says of an error: what, where and when; and which errors count twice."""
+"""The line that describes an error: its message, its place in the code, and the step.
+
+Also which errors are equal, and which may pass if the run is restarted.
+"""
 
 from __future__ import annotations
 
@@ -45,17 +48,17 @@ def test_the_innermost_line_of_the_user_is_named():
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_of_a_loader_process_has_its_own_line(workers):
+def test_an_error_in_a_loader_process_names_its_line(workers):
     error = caught(lambda: list(DataLoader(Broken(), num_workers=workers)))
     text = describe_error(error)
     assert text == f"KeyError: 'a\\nlabel' ({HERE}:{line_of('raise KeyError(')})"
     assert not is_transient(error)
 
 
-def test_without_a_line_of_the_user_it_is_one_of_the_package():
+def test_an_error_outside_user_code_names_a_line_of_the_package():
     error = caught(lambda: get_lr(None, None, None))
     assert error.__traceback__ is not None
-    error.__traceback__ = error.__traceback__.tb_next.tb_next  # without this file
+    error.__traceback__ = error.__traceback__.tb_next.tb_next  # drops the frames of this file
     assert re.search(r" \(mingpt_ddp/optim/lr_schedule.py:\d+\)$", describe_error(error))
 
 
@@ -75,5 +78,5 @@ def test_addresses_do_not_distinguish_errors():
         (RuntimeError("a DataLoader worker was killed while it passed a batch on"), True),
     ],
 )
-def test_errors_of_the_machine_is_transient(error, expected):
+def test_errors_of_the_machine_are_transient(error, expected):
     assert is_transient(error) is expected

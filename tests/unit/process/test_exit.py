@@ -1,4 +1,4 @@
-"""The exit codes of signals, the error file of torchrun, and who reports a failure of a peer."""
+"""Exit codes after signals, torchrun's error file, and the report of another rank's failure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from mingpt_ddp.process.exit import EX_TEMPFAIL, FAILURE, signal_exit_code
 from mingpt_ddp.process.failures import RankFailure
 from mingpt_ddp.process.root_cause import ProcessExit
 
-EARLY = 128 + signal.SIGTERM, 128 + signal.SIGUSR1  # before training has started
+# exit codes of signals that arrive before training has started
+EARLY = 128 + signal.SIGTERM, 128 + signal.SIGUSR1
 
 
 def test_without_slurm_the_exit_code_is_kept(monkeypatch):
@@ -27,7 +28,7 @@ def test_without_slurm_the_exit_code_is_kept(monkeypatch):
     ("standalone", "codes"), [(True, [EX_TEMPFAIL, EX_TEMPFAIL, EARLY[1]]), (False, [0, *EARLY])]
 )
 def test_a_slurm_job_asks_for_a_requeue_but_its_workers_do_not(standalone, codes, monkeypatch):
-    """Nor does a job whose time limit was reached before training started."""
+    """A job whose time limit was reached before training started does not ask either."""
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
     assert [
         signal_exit_code(DistEnv(is_standalone=standalone), code) for code in (0, *EARLY)
@@ -55,6 +56,6 @@ def test_torchrun_finds_the_error_in_its_file(tmp_path):
         (RankFailure(1, "UserError", "error: plain"), "error: plain"),
     ],
 )
-def test_a_peer_s_failure_is_a_user_error_by_its_class_not_by_its_text(failure, expected, caplog):
+def test_the_class_of_a_peer_s_error_decides_if_it_is_a_user_error(failure, expected, caplog):
     ProcessExit().log_peer_failure(failure)
     assert caplog.messages == [expected]

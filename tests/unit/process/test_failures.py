@@ -1,4 +1,4 @@
-"""Failures of ranks, as peers read them. tests/multiprocess has them over gloo."""
+"""The failures that ranks record for each other. tests/multiprocess tests them over gloo."""
 
 import torch.distributed as dist
 
@@ -8,7 +8,7 @@ from mingpt_ddp.process.failures import Failures, RankFailure
 
 
 def test_a_lost_store_reports_no_failure():
-    """Rank 0 hosts the store, and may exit first."""
+    """Rank zero hosts the store, and may exit before the others."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
     failures = Failures(store, rank=0, world_size=1)
@@ -20,8 +20,8 @@ def test_a_lost_store_reports_no_failure():
     assert not failures.compare_with_all("no text")
 
 
-def test_an_error_comes_again_in_another_attempt_alone():
-    """Both ranks of an attempt may have it, and another rank the next time."""
+def test_an_error_counts_as_repeated_only_if_an_earlier_attempt_had_it():
+    """Several ranks of one attempt may have it, and another rank the next time."""
     job = dist.HashStore()
     first, second = (dist.PrefixStore(name, job) for name in ("first", "second"))
     ranks = [Failures(first, rank, 2, job) for rank in range(2)]
@@ -33,7 +33,7 @@ def test_an_error_comes_again_in_another_attempt_alone():
     assert Failures(None, 0, 1, job).record_for_later("boom at 0x7f01")
 
 
-def test_an_error_of_another_module_is_raised_elsewhere_as_its_base():
+def test_an_error_class_of_another_module_is_unpacked_as_its_base_class():
     error = unpack_error(pack_error(NotRegisteredError("model.architecture=mine is in no file")))
     assert type(error) is ConfigError
     assert str(error) == "config error: model.architecture=mine is in no file"

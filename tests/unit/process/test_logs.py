@@ -21,14 +21,14 @@ from mingpt_ddp.process.logs import progress_bar
 
 @contextlib.contextmanager
 def terminal(monkeypatch, columns: int, rows: int = 40) -> Iterator[Callable[[], str]]:
-    """Let standard error be a terminal. Yield a function that returns what it shows."""
+    """Replace standard error by a terminal. Yield a function that returns its contents."""
     main, side = pty.openpty()
     fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def drawn() -> str:
         os.write(side, b"THE-END")
         shown = b""
-        while not shown.endswith(b"THE-END"):  # a terminal may hand over a part
+        while not shown.endswith(b"THE-END"):  # one read may return only a part
             shown += os.read(main, 10_000)
         return shown.decode()
 
@@ -42,7 +42,7 @@ def terminal(monkeypatch, columns: int, rows: int = 40) -> Iterator[Callable[[],
     ("columns", "rows", "shown"), [(100, 40, True), (0, 40, False), (100, 0, False)]
 )
 def test_a_line_is_drawn_on_a_terminal_of_a_known_size(columns, rows, shown, monkeypatch):
-    """A terminal of a container may have no size. Log lines are printed there instead."""
+    """A terminal in a container may have no size. Then log lines are printed instead."""
     with terminal(monkeypatch, columns, rows) as drawn:
         bar = progress_bar(DistEnv(), 10, "evaluating", "batch")
         assert bar.disable == (not shown)
@@ -52,7 +52,7 @@ def test_a_line_is_drawn_on_a_terminal_of_a_known_size(columns, rows, shown, mon
         assert ("evaluating:  50%" in drawn()) == shown
 
 
-def test_log_lines_stand_above_the_line_and_the_end_of_the_log_erases_it(monkeypatch):
+def test_log_lines_appear_above_the_progress_line_and_closing_erases_it(monkeypatch):
     with terminal(monkeypatch, 100) as drawn:
         logs.to_console(DistEnv())
         bar = progress_bar(DistEnv(), 200, "training", "step", initial=90)

@@ -1,4 +1,4 @@
-"""Which signal asks a run to stop, and which ends the process at once."""
+"""Some signals ask a run to save and stop, and some end the process at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mingpt_ddp.process.signals import SignalHandler
 
 
 class Exits(ProcessExit):
-    """Record the signals that would have ended the process."""
+    """Records the signals that would have ended the process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def test_a_signal_before_training_ends_the_process(handler, exits):
 
 
 def test_the_scheduler_s_signal_and_then_the_launcher_s_count_once(handler, exits):
-    """The second signal may arrive after the snapshot and before the result are written."""
+    """The second signal may arrive when the snapshot is written, but not yet the result."""
     handler.deferred = True
     signal.raise_signal(signal.SIGUSR1)
     handler.deferred = False

@@ -1,4 +1,4 @@
-"""The directory of multiprocessing's sockets, wherever TMPDIR is."""
+"""The directory for multiprocessing's sockets, whose paths must be short even if TMPDIR is long."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def run(script: str, tmpdir: Path) -> str:
 
 @pytest.mark.parametrize(("length", "where"), [(LONGEST_TMPDIR, ""), (LONGEST_TMPDIR + 1, "/tmp/")])
 def test_one_directory_for_a_process_and_its_children(length, where):
-    """The path of a socket has at most 103 bytes on every system."""
+    """On every system, the path of a socket may have 103 bytes."""
     with tempfile.TemporaryDirectory(prefix="t-") as directory:
         tmpdir = Path(f"{directory}/{'t' * (length - len(directory) - 1)}")
         tmpdir.mkdir()
@@ -71,7 +71,7 @@ def test_one_directory_for_a_process_and_its_children(length, where):
 
 
 def test_a_start_deletes_what_a_killed_process_has_left():
-    """Not what a living process uses, nor what others have made."""
+    """It keeps directories of living processes, and directories that others have made."""
     with tempfile.TemporaryDirectory(prefix="t-") as tmpdir:
         Path(tmpdir, "mingpt-12345678-other-boot").mkdir()
         environ = {"TMPDIR": tmpdir, "PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""A store of snapshots, on a local disk and in memory."""
+"""Fixtures for a store of snapshots, on a local disk and in memory."""
 
 import uuid
 

@@ -1,7 +1,7 @@
-"""Run directories written by the first version with format 2: this version resumes them.
+"""This version resumes run directories that the first version with format 2 has written.
 
-Files in tests/data/format2 are never changed or renamed. A test that fails here means that users
-lose their runs.
+Files in tests/data/format2 are never changed or renamed. If a test fails here, users would lose
+their runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NEWEST = Path("run", "snapshots", f"step_{STEPS:08d}")
 
 @pytest.fixture(params=sorted(path.name for path in DATA.iterdir()))
 def name(request, tmp_path, monkeypatch) -> str:
-    """A run directory; the working directory is a copy of it."""
+    """Copy a recorded directory to the working directory. Return its name."""
     shutil.copytree(DATA / request.param, tmp_path / "cwd")
     monkeypatch.chdir(tmp_path / "cwd")
     return request.param
@@ -51,9 +51,7 @@ def expected(name) -> dict:
 
 
 def contents() -> dict[str, bytes]:
-    """Return the contents of all files in the working directory, by path, without the cached
-    encoded text.
-    """
+    """Return the contents of all files in the working directory, except the text cache, by path."""
     return {
         str(p): p.read_bytes() for p in Path().rglob("*") if p.is_file() and p.parts[0] != "cache"
     }
@@ -73,7 +71,7 @@ def test_the_tensors_are_the_recorded_ones(name, expected):
 
 
 def test_saving_again_gives_the_same_bytes(name):
-    """Restored into a model and an optimizer with other initial values."""
+    """The snapshot is restored into a model and an optimizer with other initial values."""
     config = configuration(name, MORE_STEPS)
     runtime = Runtime(config, DistEnv())
     task = build_task(config, runtime.group)
@@ -99,7 +97,7 @@ def test_saving_again_gives_the_same_bytes(name):
 
 
 def test_training_resumes(name, expected):
-    """Within 1e-4 of the recorded losses, on any CPU."""
+    """On any CPU, the losses are within 1e-4 of the recorded ones."""
     assert read_result(Path("run"))["step"] == STEPS
     assert recorded_config(Path("run"))["trainer"]["max_steps"] == STEPS
     before = read_history(Path("run", METRICS))
@@ -113,7 +111,7 @@ def test_training_resumes(name, expected):
 
 
 def test_additions_of_a_later_version_are_ignored(name, expected):
-    """A key in state.json, a field in manifest.json, a file."""
+    """It may add a key in state.json, a field in manifest.json, or a file."""
     store = SnapshotStore("run/snapshots")
     state = json.loads((NEWEST / STATE).read_text()) | {"added_later": [1, {"a": None}]}
     state["train_state"]["added_later"] = 0.5
@@ -125,7 +123,7 @@ def test_additions_of_a_later_version_are_ignored(name, expected):
 
 
 def test_recorded_keys_of_an_earlier_version_are_ignored(name, expected, caplog):
-    """Which have no meaning any more; one line names them."""
+    """One log line names the keys that are ignored, because they no longer exist."""
     store = SnapshotStore("run/snapshots")
     state = json.loads((NEWEST / STATE).read_text())
     state["config"]["trainer"]["removed"] = 1

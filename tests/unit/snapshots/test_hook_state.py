@@ -1,4 +1,4 @@
-"""The state of hooks as named tensors, and back."""
+"""The state of hooks is packed into named tensors and unpacked again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mingpt_ddp.snapshots.staging_buffer import encode
 CPU = torch.device("cpu")
 
 
-def test_a_state_returns_as_it_was():
+def test_an_unpacked_state_equals_the_original():
     average = torch.arange(6.0).view(2, 3).T
     state = {
         "a.weight": average,
@@ -43,13 +43,13 @@ def test_a_state_returns_as_it_was():
         assert torch.equal(returned[key], tensor) and returned[key].dtype == tensor.dtype
 
 
-def test_tensors_are_copied_when_they_return():
+def test_unpacked_tensors_are_copies():
     tensors = pack_state("hook", {"a": torch.ones(2)})
     unpack_states(tensors, CPU)["hook"]["a"].zero_()
     assert unpack_states(tensors, CPU)["hook"]["a"].tolist() == [1.0, 1.0]
 
 
-def test_a_longer_number_needs_no_larger_file():
+def test_the_file_size_does_not_depend_on_the_digits_of_a_number():
     sizes = {len(encode(pack_state("hook", {"step": 10**n}))) for n in range(10)}
     assert len(sizes) == 1
 
@@ -69,7 +69,7 @@ def test_a_longer_number_needs_no_larger_file():
         ({"a": 10**5000}, "state_dict() cannot be saved as JSON: Exceeds the limit (4300 digits)"),
     ],
 )
-def test_what_is_neither_json_nor_a_tensor_is_refused(state, message):
+def test_values_that_are_neither_json_nor_tensors_are_refused(state, message):
     with pytest.raises(CodeError) as caught:
         pack_state("hook", state)
     assert message in str(caught.value)

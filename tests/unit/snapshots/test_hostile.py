@@ -1,4 +1,4 @@
-"""An untrusted snapshot runs no code, writes only in its directory, and takes bounded memory."""
+"""A hostile snapshot runs no code, writes only in its directory, and uses bounded memory."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ from mingpt_ddp.training.saves.resume import check_state
 OPTIMIZER = "optimizer.safetensors"
 ROOT = Path(__file__).resolve().parents[3]
 VOCABULARY = "\n abc\x1b]0;x\x07\x9b"
-LIMIT = 6 << 30  # bytes of address space, including those of torch
-PEAK = 1500  # MiB of resident memory, of which torch takes some hundred
+LIMIT = 6 << 30  # bytes of address space, including what torch uses
+PEAK = 1500  # MiB of resident memory, of which torch uses a few hundred
 
 
 @pytest.fixture(scope="module")
 def valid_files() -> dict[str, bytes]:
-    """The files of a valid snapshot, without its manifest."""
+    """Return the files of a valid snapshot, without its manifest."""
     overrides = [
         "model=gpt_nano",
         "model.n_layer=2",
@@ -77,7 +77,7 @@ def valid_files() -> dict[str, bytes]:
 def write_snapshot(
     parent: Path, files: dict[str, bytes], manifest: bytes | None = None, step: int = 8
 ) -> str:
-    """Write the files, with a matching manifest or another one; return the URL of the snapshot."""
+    """Write the files with the given manifest, or a matching one. Return the snapshot's path."""
     directory = parent / directory_name(step)
     directory.mkdir(parents=True)
     for name, content in files.items():
@@ -92,14 +92,14 @@ def write_snapshot(
 
 
 def with_config(valid_files: dict[str, bytes], group: str, **values: object) -> dict[str, bytes]:
-    """Return the files with other values in the configuration of the state."""
+    """Return the files with these values in the recorded configuration."""
     state = json.loads(valid_files[STATE])
     state["config"][group].update(values)
     return {**valid_files, STATE: json.dumps(state).encode()}
 
 
 def refusal(url: str) -> str:
-    """Return the error of sample.py."""
+    """Return the error message when sampling from this snapshot."""
     with pytest.raises(SnapshotError) as error:
         sample(SampleConfig(url, max_new_tokens=1), "a")
     return str(error.value)
@@ -123,7 +123,7 @@ def sample_each(urls):
 for line in sys.stdin:
     if (child := os.fork()) == 0:
         sample_each(json.loads(line))
-        # not ru_maxrss, which begins with the peak of the process that was forked
+        # ru_maxrss would include the peak of the parent process before the fork.
         status = open("/proc/self/status").read()
         print("peak", int(status.partition("VmHWM:")[2].split()[0]) // 1024, flush=True)
         os._exit(0)
@@ -134,9 +134,9 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def sample_limited() -> Iterator[Callable[..., list[str]]]:
-    """Return a function that samples from URLs and returns the line printed for each.
+    """Return a function that samples from URLs. It returns the line printed for each.
 
-    Each call is a fork of one process, with limited memory, and its peak is checked.
+    Each call runs in a fork with limited memory, and checks its peak memory.
     """
     command = [sys.executable, "-c", LIMITED]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -217,7 +217,7 @@ def test_a_pickle_is_never_run(name, tmp_path, valid_files):
     (Path(url) / name).write_bytes(bomb)
     if name in valid_files:
         assert "cannot be parsed" in refusal(url)
-    else:  # it is not read
+    else:  # files of this name are not read
         assert sample(SampleConfig(url, max_new_tokens=1), "a")
     assert not (tmp_path / "ran").exists()
 
@@ -268,7 +268,7 @@ def test_deeply_nested_json(opening, closing, depth, tmp_path, valid_files):
 def test_a_state_of_another_type(content, tmp_path, valid_files):
     message = refusal(write_snapshot(tmp_path, {**valid_files, STATE: content}))
     assert "has an invalid state" in message
-    # it can be listed nevertheless
+    # The snapshot can be listed nevertheless.
     assert inspect(SnapshotStore(str(tmp_path)), 8).status == "whole"
 
 
@@ -302,7 +302,7 @@ def header(text: bytes, data: bytes = b"") -> bytes:
     ],
 )
 def test_forged_tensors_are_refused(content, tmp_path, valid_files):
-    """test_pieces.py has more headers."""
+    """test_pieces.py tests more headers."""
     with pytest.raises(ValueError):
         decode({MODEL: content})
     message = refusal(write_snapshot(tmp_path, {**valid_files, MODEL: content}))
@@ -335,7 +335,7 @@ def test_a_configuration_of_another_model_is_refused(tmp_path, valid_files):
 
 
 def modern_files(valid_files: dict[str, bytes], **values: object) -> dict[str, bytes]:
-    """Return the files of a snapshot of the modern decoder, with values in its configuration."""
+    """Return the files of a snapshot of the modern decoder, with these configuration values."""
     config = {
         "name": "modern",
         "architecture": "modern",
@@ -391,7 +391,7 @@ def sparse(path: Path, size: int) -> None:
 
 
 def test_giant_files_are_not_read(tmp_path, valid_files, sample_limited):
-    giant = 1 << 40  # bytes of a sparse file
+    giant = 1 << 40  # size of a sparse file in bytes
     urls = [write_snapshot(tmp_path / str(i), valid_files) for i in range(5)]
     sparse(Path(urls[0]) / MANIFEST, giant)
     sparse(Path(urls[1]) / MODEL, giant)
@@ -423,7 +423,7 @@ def test_giant_files_are_not_read(tmp_path, valid_files, sample_limited):
     [(MODEL, "with zeros"), (MODEL, "with ones"), (OPTIMIZER, "as written")],
 )
 def test_a_giant_file_is_not_read_to_its_end(name, begins, tmp_path, valid_files):
-    """Its size is the one in the manifest; the header has another."""
+    """The manifest agrees with the size of the file, but the header does not."""
     url = write_snapshot(tmp_path, valid_files)
     if begins != "as written":
         (Path(url) / name).write_bytes(b"" if begins == "with zeros" else b"\xff" * 8)
@@ -438,7 +438,7 @@ def test_a_giant_file_is_not_read_to_its_end(name, begins, tmp_path, valid_files
 
 
 def test_json_of_many_small_values_is_limited(tmp_path, valid_files, sample_limited):
-    """A list of a million empty lists takes thirty times the memory of its text."""
+    """Parsed, a list of a million empty lists uses thirty times the memory of its text."""
     many = b"[" + b"[]," * (MAX_STATE_BYTES // 3 - 2) + b"[]]"
     assert MAX_MANIFEST_BYTES < len(many) <= MAX_STATE_BYTES
     urls = [
@@ -449,7 +449,7 @@ def test_json_of_many_small_values_is_limited(tmp_path, valid_files, sample_limi
 
 
 def test_code_that_a_snapshot_names_is_never_run(tmp_path, valid_files):
-    """Neither to sample, to export nor to resume: the name of the file is only data."""
+    """Sampling, exporting and resuming treat the name of the file only as data."""
     evil = tmp_path / "evil.py"
     evil.write_text(f"open({str(tmp_path / 'was here')!r}, 'w')")
     for group, key in (("model", "architecture"), ("optimizer", "name"), ("data", "reader")):
@@ -483,7 +483,7 @@ def test_code_that_a_snapshot_names_is_never_run(tmp_path, valid_files):
         (MANIFEST, "pipe"),
     ],
 )
-def test_links_to_what_is_not_a_file(name, target, tmp_path, valid_files):
+def test_links_to_special_files_are_refused(name, target, tmp_path, valid_files):
     url = write_snapshot(tmp_path, valid_files)
     path = Path(url) / name
     path.unlink()
@@ -534,7 +534,7 @@ def test_control_characters_are_escaped():
 
 
 def sample_through(url: str, prompt: bytes, output: int, monkeypatch) -> int:
-    """Call sample.py with a prompt from a pipe and an output; return its exit code."""
+    """Call sample.py with a prompt from a pipe and this output. Return its exit code."""
     reading, writing = os.pipe()
     os.write(writing, prompt)
     os.close(writing)
@@ -559,7 +559,7 @@ def test_a_terminal_gets_no_escape_sequences(tmp_path, valid_files, monkeypatch)
     assert b"\x1b" not in shown and b"\x07" not in shown
 
 
-def test_a_pipe_gets_the_text_as_it_is(tmp_path, valid_files, monkeypatch):
+def test_a_pipe_gets_the_text_unchanged(tmp_path, valid_files, monkeypatch):
     reading, writing = os.pipe()
     url = write_snapshot(tmp_path, valid_files)
     assert sample_through(url, b"a\x1b]0;x\x07", writing, monkeypatch) == 0
@@ -580,7 +580,7 @@ def test_an_error_is_one_printable_line(key, tmp_path, valid_files, monkeypatch,
 
 
 def test_a_surrogate_is_refused(tmp_path, valid_files, monkeypatch, capsys):
-    """JSON can hold a surrogate, which is no character: one of them marks the end of a document."""
+    """JSON may contain surrogates, which are not characters. We use one as the end of documents."""
     state = {**json.loads(valid_files[STATE]), "vocabulary": "\ud800" * len(VOCABULARY)}
     url = write_snapshot(tmp_path, {**valid_files, STATE: json.dumps(state).encode()})
     monkeypatch.setattr(sys, "argv", ["sample.py", f"snapshot={url}", "max_new_tokens=2"])

@@ -1,4 +1,4 @@
-"""The ledger of snapshots: lines of strangers are skipped, or refused in bounded memory."""
+"""The ledger of snapshots: invalid lines are skipped, and hostile ones use bounded memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_newest_line_of_a_step(tmp_path):
 
 
 @pytest.mark.parametrize("step", [10**30, 10**18, -1, 4.0, True, "4", None])
-def test_what_is_no_step_is_skipped(tmp_path, step):
+def test_lines_without_a_valid_step_are_skipped(tmp_path, step):
     ledger = Ledger(tmp_path)
     with open(tmp_path / LEDGER, "w") as file:
         file.write(json.dumps({"step": step, "settings": "c" * 64, **HASHES}) + "\n")

@@ -1,4 +1,4 @@
-"""Snapshots are found at a run directory, a directory of snapshots or one snapshot."""
+"""Snapshots are found by a run directory, a directory of snapshots, or one snapshot."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_load_of_a_relative_step(tmp_path, monkeypatch):
     [(None, "text-gpt-01234567"), ("run", "run"), ("run", "run-2"), ("sweep/lr=1", "sweep/lr=1")],
 )
 def test_load_finds_snapshots_in_the_recorded_path(name, directory, tmp_path, monkeypatch):
-    """Below the path that its config.yaml records, by as many names as run.name has."""
+    """The directory below the recorded path has as many parts as run.name has."""
     run = tmp_path / "outputs" / directory
     run.mkdir(parents=True)
     commit(SnapshotStore(f"{tmp_path}/elsewhere/{directory}"), small_snapshot(4))
@@ -50,7 +50,7 @@ def test_load_finds_snapshots_in_the_recorded_path(name, directory, tmp_path, mo
 
 @pytest.fixture
 def moved(tmp_path):
-    """A run directory, and the stores of its first start and of its second one."""
+    """Return a run directory, and the stores that its first and its second start used."""
     (tmp_path / "run").mkdir()
     for number, place in (("", "first"), (".2", "second")):
         config = {"run": {"name": "run"}, "snapshot": {"path": f"{tmp_path}/{place}"}}
@@ -68,7 +68,7 @@ def test_the_configuration_of_the_last_start_counts(moved):
 
 
 def test_snapshots_of_the_last_start_are_not_left_behind(moved, tmp_path):
-    """A start with an empty location names them, if they are whole."""
+    """A start at a location without snapshots names the location that has a complete one."""
     run, _, second = moved
     new = SnapshotStore(f"{tmp_path}/third/run")
     for earlier in (second, SnapshotStore(f"{run}/snapshots")):
@@ -89,7 +89,7 @@ def with_best(step: int, best: object) -> Snapshot:
 
 
 def test_load_of_the_best(store, tmp_path):
-    """The best step is recorded in the newest readable snapshot, in any of the directories."""
+    """The newest readable snapshot records the best step, also if a single snapshot is given."""
     for step, best in ((2, None), (4, 4), (6, 4), (8, 6)):
         commit(store, with_best(step, best))
     run = store.url.removesuffix("/snapshots")
@@ -105,7 +105,7 @@ def test_load_of_the_best(store, tmp_path):
 
 
 def test_the_location_of_the_last_start_comes_before_older_snapshots(moved):
-    """Until it has snapshots, those in the run directory count."""
+    """Until that location has snapshots, those in the run directory are used."""
     run, _, second = moved
     older = SnapshotStore(f"{run}/snapshots")
     commit(older, with_best(8, 8))
@@ -132,7 +132,7 @@ def test_load_without_a_snapshot(store):
         load(f"{store.url}/step_00000004")
 
 
-def test_a_path_that_does_not_exist_is_told_from_one_without_snapshots(tmp_path):
+def test_the_error_says_if_the_path_does_not_exist_or_has_no_snapshots(tmp_path):
     for path, reason in ((tmp_path / "nowhere", ", which does not exist"), (tmp_path, "")):
         for find in (load, find_steps):
             with pytest.raises(
@@ -142,7 +142,7 @@ def test_a_path_that_does_not_exist_is_told_from_one_without_snapshots(tmp_path)
 
 
 def test_load_of_a_damaged_step_names_the_file(store):
-    """If a step is requested, no other one is loaded instead."""
+    """If a step is requested, no other step is loaded instead."""
     commit(store, small_snapshot(2))
     commit(store, small_snapshot(4))
     store.storage.write(f"{directory_name(4)}/{STATE}", b"{}")
@@ -173,7 +173,7 @@ def test_find_steps_lists_unfinished_snapshots_too(store, tmp_path):
         ("nosuch://x", "no such protocol as nosuch://"),
     ],
 )
-def test_a_recorded_url_that_cannot_be_opened_is_one_line(path, reason, tmp_path):
+def test_a_recorded_url_that_cannot_be_opened_gives_one_line(path, reason, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text(

@@ -1,6 +1,6 @@
-"""What a process does to an object store after another one has taken over its lease.
+"""A process whose lease was taken over does not damage the snapshots of its successor.
 
-memory:// stands in for the object store; tests/e2e/test_s3_takeover.py stops real runs.
+memory:// stands in for the object store. tests/e2e/test_s3_takeover.py stops real runs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def url():
 
 @pytest.fixture
 def old(url):
-    """An owner that has committed step 4 and is then suspended."""
+    """Create an owner that has committed step 4 and is then suspended."""
     owner = Owner(url)
     owner.save(4)
     yield owner
@@ -46,7 +46,7 @@ def old(url):
 
 @pytest.fixture
 def new(url, old):
-    """Its successor."""
+    """Create the successor of the suspended owner."""
     owner = Owner(url, before=old)
     yield owner
     owner.lease.release()
@@ -70,7 +70,7 @@ def test_the_old_owner_deletes_nothing(old, new):
 
 
 def test_a_step_that_another_start_has_committed_is_kept_without_its_lease(old, new):
-    """The successor has ended and left no record of its lease."""
+    """Here the successor has ended, and has released its lease."""
     new.save(8)
     new.lease.release()
     with pytest.raises(RunError, match="was taken over by another process, which has committed"):
@@ -79,13 +79,13 @@ def test_a_step_that_another_start_has_committed_is_kept_without_its_lease(old, 
 
 
 def test_steps_of_an_earlier_start_are_saved_again(old, new):
-    """A run that resumes from an older snapshot, because the newest is damaged."""
+    """A run may resume from an older snapshot because the newest is damaged, and save it again."""
     new.save(4)
     new.save(4)
     assert whole_steps(new.store) == [4]
 
 
-def test_a_step_that_was_deleted_belongs_to_who_commits_it_next(old, new):
+def test_a_deleted_step_belongs_to_the_process_that_commits_it_next(old, new):
     new.save(8)
     new.store.delete(8)
     commit(SnapshotStore(new.store.url), small_snapshot(8))

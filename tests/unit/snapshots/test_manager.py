@@ -1,4 +1,4 @@
-"""Resuming: what a snapshot and the run must have in common, and what is restored."""
+"""Resuming: the settings in which a run must agree with its snapshot, and the restored state."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def with_value(config: Config, key: str, value: object) -> Config:
 
 
 def state_of(config: Config) -> dict:
-    """Return the state in a snapshot of this configuration, after a round trip through JSON."""
+    """Return the state that a snapshot of this configuration has, after a round trip by JSON."""
     runtime = Runtime(config, DistEnv())
     content = snapshot_state(
         TrainState(step=8), runtime, text_task(config), BatchPlan(12, 4, 1), steps=9
@@ -61,7 +61,7 @@ def state_of(config: Config) -> dict:
     return json.loads(json.dumps(content))
 
 
-# The identity
+# Settings that must not change
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_keys_that_may_change(key, value, config):
     ],
 )
 def test_an_invalid_state(key, value, config):
-    """Its manifest may be valid even so."""
+    """The manifest of such a snapshot may be valid."""
     with pytest.raises(SnapshotError, match="the snapshot of step 8 has an invalid state"):
         check_state(8, {**state_of(config), key: value}, text_task(config))
 
@@ -161,7 +161,7 @@ def test_an_invalid_state(key, value, config):
 
 
 def test_the_names_in_state_json(config):
-    """Names may be added, not changed: a rename in the code must not become one on disk."""
+    """Names may be added but not changed. A rename in the code must not change files."""
     state = state_of(config)
     assert list(state) == names(
         "train_state scaler micro_batch_size steps vocabulary text config environment"
@@ -185,7 +185,7 @@ def names(words: str) -> list[str]:
 
 
 def test_keys_of_other_versions_are_ignored(config):
-    """Those that a later version adds, and those of ddp, which change no numbers."""
+    """A later version may add keys. Keys of ddp do not change results, so they may differ."""
     state = state_of(config) | {"added_later": [1]}
     state["train_state"] |= {"added_later": 12.5, "skipped_steps": [7], "wasted_seconds": 2.5}
     state["text"] |= {"added_later": None}
@@ -202,8 +202,8 @@ def test_keys_of_other_versions_are_ignored(config):
 
 
 @pytest.mark.parametrize(("wall", "wasted"), [(-50.0, 30.0), (60.0, -5183989.0), (1e12, 0.0)])
-def test_goodput_is_a_share(wall, wasted):
-    """Also if a clock went back during a run."""
+def test_goodput_is_between_zero_and_one(wall, wasted):
+    """This holds even if a clock went back during a run."""
     assert (
         0 <= TrainState(wall_seconds=wall, stall_seconds=70.0, wasted_seconds=wasted).goodput <= 1
     )
@@ -251,7 +251,7 @@ def test_a_run_starts_from_run_resume_until_it_has_snapshots_of_its_own(
     resuming_config = with_value(config, "run.resume", str(tmp_path / "old"))
     manager = manager_at(tmp_path / "new", resuming_config)
     assert load_latest(manager).step == 5
-    assert manager.last_step is None  # the run has none of its own
+    assert manager.last_step is None  # the run has no snapshot yet
     assert not any("is ignored" in line for line in log_lines)
     save(manager, TrainState(step=2), model, optim)
     assert load_latest(manager).step == 2
@@ -261,8 +261,8 @@ def test_a_run_starts_from_run_resume_until_it_has_snapshots_of_its_own(
     )
 
 
-def test_a_slow_deletion_is_no_hang(tmp_path, config, monkeypatch):
-    """The watchdog gets heartbeats, also if the last step is saved already and only deletes."""
+def test_a_slow_deletion_is_not_a_hang(tmp_path, config, monkeypatch):
+    """The watchdog gets heartbeats, also when the step is already saved and others are deleted."""
     model, optim = build(config)
     manager = manager_at(tmp_path, config)
     for step in (1, 2, 3):
@@ -299,10 +299,8 @@ def test_weights_of_another_shape_are_refused(tmp_path, config):
         (None, StorageUnavailableError),
     ],
 )
-def test_a_failure_that_no_restart_mends_is_told_from_one_that_may_pass(
-    code, expected, tmp_path, config, monkeypatch
-):
-    """The first ends a run with its workers, after the second they start again."""
+def test_storage_failures_are_permanent_or_transient(code, expected, tmp_path, config, monkeypatch):
+    """A permanent failure ends the run. After a transient one, its workers start again."""
     model, optim = build(config)
     manager = manager_at(tmp_path, with_value(config, "snapshot.max_failures", 0))
     error = OSError("broken")

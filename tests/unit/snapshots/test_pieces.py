@@ -1,4 +1,4 @@
-"""Tensors in pieces of rows: written, merged, read in part; hostile ones are refused."""
+"""Tensors are stored in pieces of rows, then merged or read in part. Hostile ones are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def split(name: str, tensor: torch.Tensor, bounds: list[int]) -> list[dict[str, 
 
 
 def write(store: SnapshotStore, files: list[dict[str, Any]], step: int = 1) -> None:
-    """Commit a snapshot whose i-th rank writes these model tensors, or these bytes."""
+    """Commit a snapshot. Rank i writes the i-th entry: tensors of the model, or bytes."""
     contents = {STATE: json.dumps({"train_state": {"step": step}}).encode()}
     for i, named in enumerate(files):
         content = named if isinstance(named, bytes) else encode(named)
@@ -42,7 +42,7 @@ def write(store: SnapshotStore, files: list[dict[str, Any]], step: int = 1) -> N
 
 @pytest.fixture
 def at(tmp_path):
-    """Return a store on a local disk, or in memory, which is a remote filesystem for fsspec."""
+    """Return a function that opens a store on a local disk, or in fsspec's memory filesystem."""
     return lambda protocol: SnapshotStore(
         str(tmp_path) if protocol == "file" else f"memory://{tmp_path}"
     )
@@ -129,7 +129,7 @@ def test_hostile_pieces(at, named, whole):
     assert "the pieces of w " in str(refused.value)
 
 
-def test_a_negative_row_is_a_name_of_its_own():
+def test_a_name_with_a_negative_row_is_an_ordinary_name():
     assert list(decode({"file": bytes(encode({"w@-1-of-3": ROW}))})) == ["w@-1-of-3"]
 
 

@@ -1,4 +1,4 @@
-"""Which snapshots are kept, and which are deleted."""
+"""Pruning deletes old snapshots and keeps the newest, the best and the milestones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_prune(keep_last, best, left, store):
     assert [store.read(step).step for step in left] == left
 
 
-def test_prune_deletes_unfinished_ones_and_does_not_count_them(store):
+def test_prune_deletes_unfinished_snapshots_and_does_not_count_them(store):
     for step in range(1, 6):
         commit(store, small_snapshot(step))
     store.storage.delete(f"{directory_name(4)}/{MANIFEST}")
@@ -38,7 +38,7 @@ def test_prune_keeps_milestones_that_are_whole(store):
 
 
 def test_prune_keeps_later_steps(store):
-    """After resuming from an older snapshot, until the run reaches their steps again."""
+    """After resuming from an older snapshot, newer ones stay until the run reaches their steps."""
     for step in (1, 2, 3, 8, 9):
         commit(store, small_snapshot(step))
     prune(store, keep_last=1, best=None, newest=3)

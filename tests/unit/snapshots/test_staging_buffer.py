@@ -1,4 +1,4 @@
-"""A safetensors file with a precomputed layout can be read by the library."""
+"""The safetensors library can read the files that we write with a precomputed layout."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_every_type(dtype):
 
 
 def test_every_tensor_is_aligned():
-    """Readers may mmap the file."""
+    """Readers may map the file into memory."""
     content = bytes(encode(MIXED))
     length = int.from_bytes(content[:8], "little")
     assert length % 8 == 0
@@ -92,7 +92,7 @@ def test_refilling_reuses_the_memory():
     assert buffer.content.obj.ctypes.data == address
 
 
-def test_what_fits():
+def test_a_buffer_fits_tensors_of_the_same_names_shapes_and_types():
     buffer = SafetensorsBuffer({"a": torch.ones(2, 3)})
     assert buffer.fits({"a": torch.zeros(2, 3)})
     assert not buffer.fits({"a": torch.ones(3, 2)})

@@ -1,4 +1,4 @@
-"""The optimizer state in a snapshot is refused in one line if the optimizer keeps another one."""
+"""An optimizer state in a snapshot is refused in one line if it does not fit the optimizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mingpt_ddp.snapshots.state_dict import check_savable, load_optimizer_state,
 
 
 def test_sha256_is_of_names_shapes_types_and_bytes():
-    """Runs record it: it stays from version to version."""
+    """Runs record this hash, so it must not change between versions."""
     content = b"a (2, 1) torch.int16" + b"\x01\x00\x02\x00" + b"b () torch.bool" + b"\x01"
     column = torch.tensor([[1, 0], [2, 0]], dtype=torch.int16)[:, :1]
     tensors = {"b": torch.tensor(True), "a": torch.nn.Parameter(column, requires_grad=False)}
@@ -26,7 +26,7 @@ def test_sha256_is_of_names_shapes_types_and_bytes():
 
 
 class Rows(torch.optim.Optimizer):
-    """Keeps state of its own shape and type, and a number."""
+    """An optimizer whose state is a number and a tensor of unusual shape and type."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {})
@@ -60,7 +60,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 
 def trained(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a model after one step of this optimizer."""
+    """Return a model and its optimizer after one step."""
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3))
     optimizer = OPTIMIZERS[name](model)
     model(torch.arange(5)).square().sum().backward()
@@ -126,7 +126,7 @@ KEYS = [
     ("muon", "exp_avg"),
     ("own", "mean"),
 ]
-# A parameter without state is one that has had no gradient.
+# Parameters that never had a gradient have no state.
 ALLOWED = [("sgd", "momentum_buffer", lost), ("sgd", "momentum_buffer", lost_everywhere)]
 CASES = [(*key, damage) for key in KEYS for damage in DAMAGES if (*key, damage) not in ALLOWED]
 
@@ -142,7 +142,7 @@ def test_an_invalid_state_is_refused_before_a_kernel_runs(name, key, damage):
 
 
 @pytest.mark.parametrize("damage", [one_number, shorter, added])
-def test_an_undeclared_state_is_loaded_as_it_is(damage):
+def test_an_undeclared_state_is_loaded_unchecked(damage):
     model, tensors = tensors_of("own")
     damage(tensors, "1.weight:mean")
     optimizer = Undeclared(model.parameters())
@@ -164,7 +164,7 @@ def test_momentum_may_be_set_to_zero_later():
 
 
 def test_a_declaration_of_other_state_is_refused():
-    """At the first start: else every resume would fail."""
+    """It is refused at the first start. Otherwise every resume would fail."""
     model, optimizer = trained("own")
     check_savable(model, optimizer)
     optimizer.state[model[1].bias]["mean"] = torch.ones(3)

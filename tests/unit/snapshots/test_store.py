@@ -1,6 +1,6 @@
-"""A snapshot is complete or does not exist.
+"""A snapshot is either complete or does not exist.
 
-If the newest one is damaged, the previous one is used.
+If the newest snapshot is damaged, the previous one is used.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def files_of(store: SnapshotStore, step: int) -> dict[str, bytes]:
 # Write, read, find
 
 
-def test_a_commit_is_recorded_before_it_and_only_if_it_is_whole(store):
-    """So that a kill between the two leaves no snapshot without its line in the ledger."""
+def test_a_commit_is_recorded_just_before_it_if_all_files_are_complete(store):
+    """A kill between the two then leaves no snapshot without its line in the ledger."""
     recorded = []
     record = lambda: recorded.append(store.is_committed(4))  # noqa: E731
     files = store.write_files(4, {MODEL: b"weights"})
@@ -84,7 +84,7 @@ def test_a_commit_is_recorded_before_it_and_only_if_it_is_whole(store):
 
 
 def test_write_and_read(store):
-    """The directory holds four files and nothing else; the same content gives the same bytes."""
+    """The directory has exactly four files. The same content gives the same bytes."""
     commit(store, small_snapshot(7))
     first = files_of(store, 7)
     commit(store, small_snapshot(7))
@@ -139,7 +139,7 @@ def test_other_names_are_ignored(store):
 
 
 def failing(url: str, calls: int) -> Storage:
-    """Return a storage that fails from the n-th write or delete on."""
+    """Return a storage where `calls` writes or deletes succeed, and all later ones fail."""
     storage, left = open_storage(url), iter(range(calls))
 
     def limited(method: Callable[..., None]) -> Callable[..., None]:
@@ -170,8 +170,7 @@ def test_a_partially_deleted_snapshot_does_not_exist(calls, store, warnings):
 # Failed writes
 
 
-# A write deletes the old manifest, deletes the old directory, and writes three files and the
-# manifest.
+# A commit deletes the old manifest and the old directory, then writes three files and the manifest.
 @pytest.mark.parametrize("calls", range(6))
 def test_a_failed_write_keeps_the_previous_snapshot(calls, store, warnings):
     commit(store, small_snapshot(4))
@@ -227,7 +226,7 @@ def test_damage_is_detected_and_the_previous_snapshot_is_used(name, damage, stor
     assert len(warnings) == 1
     assert "\n" not in warnings[0]
     assert warnings[0].startswith(f"damaged snapshot {store.url}/step_00000008 is ignored: ")
-    # a flipped digit of a manifest may report another file
+    # A flipped digit in a manifest may be reported as damage of another file.
     assert name in warnings[0] or name == MANIFEST
 
 
@@ -275,7 +274,7 @@ def test_a_manifest_lists_all_shards_of_every_kind(ema):
     assert decode_manifest(encode_manifest(8, files), 8) == files
     hooks = {"hooks.safetensors": files[STATE]}
     assert decode_manifest(encode_manifest(8, files | hooks), 8) == files | hooks
-    with pytest.raises(CorruptSnapshotError):  # never sharded
+    with pytest.raises(CorruptSnapshotError):  # the state of hooks is never sharded
         shard = {"hooks-00001-of-00002.safetensors": files[STATE]}
         decode_manifest(encode_manifest(8, files | shard), 8)
     for missing in names:
@@ -286,7 +285,7 @@ def test_a_manifest_lists_all_shards_of_every_kind(ema):
 
 
 def test_tensors_are_assigned_to_the_least_loaded_writer():
-    """No more shards than are worth their requests: 3 for 3.5 times the least size."""
+    """There are at most as many shards as have the minimum size: 3 for 3.5 times that size."""
     sizes = {"a": 1.5, "b": 1.0, "c": 0.75, "d": 0.25}
     named = {
         name: torch.empty(int(size * MIN_SHARD_BYTES), dtype=torch.uint8)
@@ -304,7 +303,7 @@ def test_tensors_are_assigned_to_the_least_loaded_writer():
     [
         (1, 17, [["ema", "model", "optimizer"]]),
         (2, 17, [["ema", "model"], ["optimizer"]]),
-        # rank zero, which also writes the state and the manifest, has the smaller share
+        # Rank zero also writes the state and the manifest, so it has the smaller share.
         (2, 12, [["optimizer"], ["ema", "model"]]),
         (3, 17, [["model"], ["ema"], ["optimizer"]]),
         (8, 17, [["model"], ["ema"], ["optimizer"]]),
@@ -381,7 +380,7 @@ def test_an_older_format_is_refused_in_one_line(store):
         )
 
 
-def test_the_format_of_a_damaged_snapshot_is_that_of_the_one_before(store):
+def test_if_the_newest_snapshot_is_damaged_the_format_of_the_one_before_counts(store):
     assert not store.newest_state()
     commit(store, small_snapshot(8))
     store.storage.write(f"{directory_name(8)}/{MANIFEST}", b"")
@@ -394,7 +393,7 @@ def test_the_format_of_a_damaged_snapshot_is_that_of_the_one_before(store):
 
 
 def test_fields_and_files_that_a_later_version_adds_are_ignored(store):
-    """But `verify` checks every byte of them."""
+    """They are not read, but `verify` checks every byte of them."""
     commit(store, small_snapshot(8))
     files = store.files(8) | store.write_files(
         8, {"loader.json": b"{}", "moments.safetensors": b"later"}
@@ -415,13 +414,13 @@ def test_fields_and_files_that_a_later_version_adds_are_ignored(store):
         store.read(8)
 
 
-# Any single damage, at the level of bytes. Every part of a divided snapshot is a file of its own.
+# Any single damage to the bytes of a snapshot. Each shard of a snapshot is a separate file.
 
 Bytes = dict[str, bytes]  # by file name
 
 
 def bytes_of(directory: Path, step: int, parts: int, seed: int) -> Bytes:
-    """Write a snapshot as `parts` ranks do; its files."""
+    """Write a snapshot as `parts` ranks do. Return its files."""
     generator = torch.Generator().manual_seed(seed)
     named = {f"w{i}": torch.randn(4, generator=generator) for i in range(4)}
     moments = {f"{name}:exp_avg": tensor * 2 for name, tensor in named.items()}
@@ -437,7 +436,7 @@ def bytes_of(directory: Path, step: int, parts: int, seed: int) -> Bytes:
 
 @pytest.fixture(scope="module", params=[1, 3])
 def snapshots(request, tmp_path_factory):
-    """A directory with the steps 4 and 8, their files, and those of step 8 of another run."""
+    """Write steps 4 and 8, and step 8 of another run. Return the directory and their files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(format_module, "MIN_SHARD_BYTES", 1)
         directory, other = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("other")
@@ -446,7 +445,7 @@ def snapshots(request, tmp_path_factory):
 
 
 def damaged_somehow(data: st.DataObject, new: Bytes, old: Bytes, foreign: Bytes) -> Bytes:
-    """The files of `new`, of which one is not as it was, or two are swapped."""
+    """Return the files of `new` after one is changed or deleted, or two are swapped."""
     files = dict(new)
     name = data.draw(st.sampled_from(sorted(new)), "file")
     content = new[name]
@@ -478,7 +477,7 @@ def damaged_somehow(data: st.DataObject, new: Bytes, old: Bytes, foreign: Bytes)
 
 
 def lay(directory: Path, files: Bytes) -> None:
-    """Make `directory` hold exactly these files."""
+    """Make `directory` contain exactly these files."""
     for path in directory.iterdir():
         if path.name not in files:
             path.unlink()
@@ -488,7 +487,7 @@ def lay(directory: Path, files: Bytes) -> None:
 
 
 def assert_noticed(directory: Path) -> None:
-    """The snapshot of step 8 is refused, and that of step 4 is used instead."""
+    """Check that the snapshot of step 8 is refused, and step 4 is used instead."""
     store = SnapshotStore(str(directory))
     with pytest.raises(CorruptSnapshotError):
         store.read(8)
@@ -517,7 +516,7 @@ UNPICKLING = {"torch.load", "torch.save", "np.load", "yaml.load", "yaml.unsafe_l
 
 
 def unpickling(node: ast.AST) -> bool:
-    """Return True if a node imports a pickler, or calls what unpickles or runs text."""
+    """Return True if a node imports a pickler, or calls a function that unpickles or runs text."""
     match node:
         case ast.Import(names=names) | ast.ImportFrom(names=names):
             modules = [alias.name for alias in names] + [getattr(node, "module", None) or ""]
@@ -536,7 +535,7 @@ def unpickling(node: ast.AST) -> bool:
 
 
 def test_the_package_cannot_unpickle():
-    """No pickle and its like, no torch.load, no numpy pickles, no object collectives, no eval."""
+    """It does not use pickle, torch.load, numpy pickles, collectives of objects, or eval."""
     package = Path(mingpt_ddp.__file__).parent
     found = [
         f"{path.relative_to(package)}: {ast.unparse(node)[:60]}"
@@ -551,7 +550,7 @@ def test_the_package_cannot_unpickle():
 @pytest.mark.parametrize(
     "name, limit", [(STATE, "MAX_STATE_BYTES"), (MANIFEST, "MAX_MANIFEST_BYTES")]
 )
-def test_what_could_not_be_read_is_not_committed(tmp_path, monkeypatch, name, limit):
+def test_a_snapshot_that_could_not_be_read_is_not_committed(tmp_path, monkeypatch, name, limit):
     store = SnapshotStore(str(tmp_path))
     commit(store, small_snapshot(4))
     size = store.size(4, name)

@@ -1,4 +1,4 @@
-"""What reading a snapshot takes of a storage and of the memory, and what its errors say."""
+"""Reading snapshots: the files that are read, and the errors if some cannot be read."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_index_of_a_snapshot_finds_its_tensors(store):
     )
 
 
-def test_the_model_alone_is_its_averaged_weights(store):
+def test_reading_only_the_model_gives_its_averaged_weights(store):
     whole = small_snapshot(9)
     averaged = {name: tensor / 2 for name, tensor in whole.model.items()}
     commit(store, replace(whole, ema=averaged))
@@ -78,7 +78,7 @@ def test_the_model_alone_is_its_averaged_weights(store):
     assert (newest.step, newest.model, newest.optimizer, newest.ema) == (9, {}, {}, {})
 
 
-def test_what_is_ignored_is_logged(store, caplog):
+def test_ignored_snapshots_are_logged(store, caplog):
     caplog.set_level(logging.INFO, "mingpt_ddp")
     for step in (9, 10):
         commit(store, small_snapshot(step))
@@ -116,7 +116,7 @@ def test_a_storage_that_does_not_respond_is_not_damage(store, monkeypatch):
         store.is_committed(8)
 
 
-def test_a_disk_that_fails_is_an_error_of_the_url_or_damage(store, monkeypatch):
+def test_a_failing_disk_is_reported_as_damage_or_as_an_error_with_the_url(store, monkeypatch):
     def refuse(*_: Any) -> Any:
         raise OSError("bad sector")
 
@@ -140,7 +140,7 @@ def test_verification_reports_its_progress(store):
 
 
 def test_a_header_of_another_size_is_damage(store):
-    """Though all digests match."""
+    """It is damage even though all digests match."""
     files = store.files(8)
     content = Path(store.url, DIRECTORY, MODEL).read_bytes() + b"\0"
     files[MODEL] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}

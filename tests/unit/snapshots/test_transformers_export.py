@@ -1,4 +1,7 @@
-"""What transformers reads, without it: GPT-2 by its formulas, tokenizers by their library."""
+"""Exports in the format of transformers, checked without that library.
+
+GPT-2 is computed by its formulas, and tokenizers are read by the tokenizers library.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,13 @@ from mingpt_ddp.snapshots.transformers_format.model_files import MODELING_FILE
 from mingpt_ddp.snapshots.transformers_format.tokenizer_files import tokenizer_json
 
 # Line ends, spaces of every width, a combining accent, an astral character, a joiner, control
-# characters, and what tokenizers and JSON treat as special.
+# characters, and characters that are special in tokenizers and JSON.
 ODD = "\n\r\t a\u00a0\u3000e\u0301é😀\u200d\x00\x85\ufeff\"\\'<|/>#[]Ġ▁"
 BLOCK_SIZE = 16
 
 
 def gpt2(config: dict[str, Any], t: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-    """Return GPT-2's logits for one text (T,): linear layers x W + b, norms with epsilon 1e-5."""
+    """Return GPT-2's logits for one text (T,). Linear layers are x W + b; epsilon is 1e-5."""
     C, H = config["n_embd"], config["n_head"]
     approximate = {"gelu": "none", "gelu_new": "tanh"}[config["activation_function"]]
 
@@ -61,7 +64,7 @@ def gpt2(config: dict[str, Any], t: dict[str, torch.Tensor], tokens: torch.Tenso
 @pytest.mark.parametrize(
     "how", [["model.bias=false"], ["model.bias=true", "model.activation=gelu_tanh"]]
 )
-def test_gpt_is_gpt2(how):
+def test_an_exported_gpt_computes_what_gpt2_computes(how):
     saved = random_snapshot(CharTokenizer(ODD), "model=gpt_nano", *how)
     files = transformers_files(saved)
     assert {*files} == {
@@ -89,8 +92,8 @@ def test_gpt_is_gpt2(how):
     torch.testing.assert_close(gpt2(config, tensors, tokens), expected, atol=1e-4, rtol=0)
 
 
-def test_modern_brings_its_code():
-    """tests/e2e/test_transformers.py runs it."""
+def test_an_exported_modern_model_includes_its_code():
+    """tests/e2e/test_transformers.py runs that code."""
     saved = random_snapshot(CharTokenizer(ODD), "model=modern_nano")
     files = transformers_files(saved)
     names = {
@@ -135,10 +138,10 @@ def check_round_trip(tokenizer: Tokenizer, texts: list[str]) -> TokenizersTokeni
     return theirs
 
 
-def test_characters_come_back():
+def test_a_character_tokenizer_round_trips():
     text = "".join(a + b for a in ODD for b in ODD)
     theirs = check_round_trip(CharTokenizer(ODD), [*ODD, text, "  \n\n ", ""])
-    with pytest.raises(Exception, match="Missing"):  # as ours, which names the character
+    with pytest.raises(Exception, match="Missing"):  # like our error, it names the character
         theirs.encode("z")
 
 
@@ -147,14 +150,14 @@ def test_half_a_character_is_refused():
         tokenizer_json(CharTokenizer("a\ud83d"))
 
 
-def test_bytes_come_back():
+def test_a_byte_tokenizer_round_trips():
     check_round_trip(
         ByteTokenizer(),
         [*ODD, "".join(a + b for a in ODD for b in ODD), "".join(map(chr, range(0x250)))],
     )
 
 
-def test_bpe_comes_back():
+def test_a_bpe_tokenizer_round_trips():
     tokenizer = train_bpe(iter([f"the quick brown fox {ODD}" * 20]), 300)
     assert tokenizer.vocab_size == 300
     check_round_trip(
@@ -191,8 +194,8 @@ def test_the_tokens_that_begin_and_end_a_text_are_named(model, special, begin, e
     [CharTokenizer(f"\n {END}abß<|>"), ByteTokenizer(has_end=True), bpe_with_special().with_end()],
     ids=["char", "byte", "bpe"],
 )
-def test_the_end_of_documents_is_the_end_of_a_text(tokenizer):
-    """Its name in a text is text."""
+def test_the_end_token_of_documents_is_the_end_of_text_token(tokenizer):
+    """If its name occurs in a text, it is ordinary text."""
     files = transformers_files(random_snapshot(tokenizer, "model=gpt_nano"))
     config = json.loads(files["config.json"])
     named = json.loads(files["tokenizer_config.json"])
@@ -202,7 +205,7 @@ def test_the_end_of_documents_is_the_end_of_a_text(tokenizer):
     theirs = TokenizersTokenizer.from_str(bytes(files["tokenizer.json"]).decode())
     assert theirs.token_to_id(END_NAME) == tokenizer.end
     assert theirs.get_vocab_size() == tokenizer.vocab_size
-    theirs.encode_special_tokens = True  # as transformers does then
+    theirs.encode_special_tokens = True  # transformers sets this too
     for text in ("ab", "<|>ß", "" if tokenizer.name == "char" else f"a{END_NAME}b"):
         tokens = theirs.encode(text).ids
         assert tokens == tokenizer.encode(text)

@@ -1,4 +1,4 @@
-"""The tokenizer of a directory of transformers."""
+"""Tokenizers are read from directories in the format of transformers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_an_exported_tokenizer_is_read_again(name, tmp_path):
         (tmp_path / "tokenizer.json").write_bytes(tokenizer_json(exported))
         again = read_tokenizer(open_storage(str(tmp_path)), ["tokenizer.json"])
         assert again is not None and again.vocab_size == exported.vocab_size
-        if exported.end is not None:  # of a BPE it is a special token as any other
+        if exported.end is not None:  # a BPE tokenizer treats it as any other special token
             again = again.with_end()
         assert again.state() == exported.state()
 
 
 @pytest.mark.parametrize("name", ["byte", "bpe"])
 def test_a_tokenizer_that_transformers_has_saved_again(name, tmp_path):
-    """It then declares the token of the padding, whose name would be the text \u00ff."""
+    """transformers then declares a padding token, whose name would be the text \u00ff."""
     pytest.importorskip("tokenizers")
     tokenizer = (
         ByteTokenizer() if name == "byte" else train_bpe(iter(["to be or not to be " * 9]), 270)
@@ -52,12 +52,12 @@ def test_a_tokenizer_that_transformers_has_saved_again(name, tmp_path):
     assert again.decode(again.encode(f"to be{pad}")) == f"to be{pad}"
     values["added_tokens"][0]["id"] = len(values["model"]["vocab"])
     (tmp_path / "tokenizer.json").write_text(json.dumps(values))
-    with pytest.raises(DataError, match="another id"):  # not that token
+    with pytest.raises(DataError, match="another id"):  # only the padding token is an exception
         read_tokenizer(open_storage(str(tmp_path)), ["tokenizer.json"]).encode("to")
 
 
 def test_the_end_of_a_text_in_the_files_of_gpt2(tmp_path):
-    """vocab.json and merges.txt do not say that it is a token of its own."""
+    """vocab.json and merges.txt do not mark it as a special token."""
     pytest.importorskip("tokenizers")
     model = json.loads(tokenizer_json(train_bpe(iter(["to be or not to be " * 9]), 270)))["model"]
     end = len(model["vocab"])

@@ -1,4 +1,4 @@
-"""Runs that start from the weights of others."""
+"""Runs that start from existing weights (run.init_from)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from mingpt_ddp.snapshots.transformers_format.model_files import OUR_NAMES
 from mingpt_ddp.storage.run_directory import read_result
 from mingpt_ddp.training.run import train_run
 
-# A step that changes nothing: what a run starts from is in its snapshot.
+# With these settings, a step changes nothing, so that a snapshot has the weights of the start.
 FROZEN = [
     "trainer.max_steps=1",
     "optimizer.lr=1e-30",
@@ -43,7 +43,7 @@ OTHER_SIZES = ["model.n_layer=1", "model.n_embd=18", "data.block_size=8", "model
 
 
 def train(root: Path, name: str, *overrides: str, command_line_keys: tuple[str, ...] = ()) -> Path:
-    """Train in this process; return the run directory."""
+    """Train in this process. Return the run directory."""
     words = [
         *TINY,
         "trainer.device=cpu",
@@ -62,7 +62,7 @@ def train(root: Path, name: str, *overrides: str, command_line_keys: tuple[str, 
 
 
 def tune(root: Path, text: Path, source: Path, *overrides: str, name: str = "run", **more: Any):
-    """Train from weights, in a step that changes nothing unless `overrides` say otherwise."""
+    """Train from weights. The step changes nothing, unless `overrides` say otherwise."""
     words = [f"data.path={text}", f"run.init_from={source}", *FROZEN, *overrides]
     return train(root, name, *words, **more)
 
@@ -76,7 +76,7 @@ def refused(
     kind: type[UserError] = UserError,
     **more: Any,
 ) -> None:
-    """Check that weights are refused in one line, before anything is written."""
+    """Check that the weights are refused in one line before anything is written."""
     before = sorted(root.rglob("*"))
     with pytest.raises(kind, match=message) as caught:
         tune(root, text, source, *overrides, name="refused", **more)
@@ -101,7 +101,7 @@ def texts(tmp_path_factory) -> Path:
 
 
 def train_source(model: str, texts: Path) -> Path:
-    """Train a run with its own sizes, on the first text."""
+    """Train a run with its own model sizes on the first text."""
     overrides = [f"model={model}", "model.n_head=4", "trainer.max_steps=2", "run.seed=5"]
     return train(texts / model, "source", f"data.path={texts / 'first.txt'}", *overrides)
 
@@ -117,8 +117,10 @@ def modern(texts) -> Path:
 
 
 def write_gpt2(directory: Path, model: GPT, **changed: Any) -> dict[str, Tensor]:
-    """Write a model as transformers would: linear weights transposed, and the head beside the
-    embedding it is.
+    """Write a model as transformers would.
+
+    Linear weights are transposed, and the head is stored in addition to the embedding to which it
+    is tied.
     """
     config = model.config
     their_names = {ours: theirs for theirs, ours in OUR_NAMES.items()}
@@ -182,8 +184,8 @@ def tokenizer_json(vocabulary: str) -> str:
         ("modern", "hf"),
     ],
 )
-def test_weights_sizes_and_characters_are_those_of_the_source(model, kind, texts, request):
-    """Of everything. Added characters get rows of the run's own seed."""
+def test_weights_sizes_and_characters_come_from_the_source(model, kind, texts, request):
+    """Only the rows of added characters are new. They depend on the run's own seed."""
     source = request.getfixturevalue(model)
     url = source if kind == "run" else source.parent / kind
     if not url.exists():
@@ -194,7 +196,7 @@ def test_weights_sizes_and_characters_are_those_of_the_source(model, kind, texts
         for name in (("one", "again") if kind == "run" else ("one",))
     ]
     before, after, state = weights_of(source, 2), weights_of(runs[0]), state_of(runs[0])
-    # of GPT-2, which has no form without them
+    # GPT-2 always has biases
     has_biases = kind == "hf" and "blocks.0.norm_1.weight" in after
     assert before.keys() == {name for name in after if not (has_biases and name.endswith("bias"))}
     first, second = ((texts / f"{name}.txt").read_text() for name in ("first", "second"))
@@ -228,7 +230,7 @@ def test_weights_sizes_and_characters_are_those_of_the_source(model, kind, texts
     )
 
 
-def test_the_end_of_documents_and_characters_are_added(source, texts):
+def test_the_end_token_and_new_characters_are_added(source, texts):
     words = [*OTHER_SIZES, "trainer.batch_size=4", "data.end_token=true"]
     state = state_of(tune(source.parent, texts / "second.txt", source, *words, name="ended"))
     first, second = ({*(texts / f"{name}.txt").read_text()} for name in ("first", "second"))
@@ -237,9 +239,9 @@ def test_the_end_of_documents_and_characters_are_added(source, texts):
 
 
 def test_a_run_and_the_measurement_of_its_snapshot_agree(source, texts):
-    """The characters of the text have other numbers in the model.
+    """In the model, characters have other ids than in a vocabulary of this text alone.
 
-    Another text may lack some of them.
+    The evaluated text may lack some characters.
     """
     words = ["trainer.max_steps=30", "optimizer.lr=0.01", "trainer.eval_every=10"]
     tuned = tune(source.parent, texts / "second.txt", source, *words, name="measured")
@@ -258,13 +260,13 @@ def test_a_run_and_the_measurement_of_its_snapshot_agree(source, texts):
         evaluate(EvaluateConfig([str(tuned)], device="cpu", precision="fp32", data_path=str(text)))
 
 
-def test_a_resume_allows_no_other_source(source, texts, tmp_path):
-    """e2e/test_warm_start.py resumes without one."""
+def test_a_resume_refuses_other_weights_to_start_from(source, texts, tmp_path):
+    """e2e/test_warm_start.py resumes when the weights no longer exist."""
     text, other = texts / "second.txt", texts / "first.txt"
     two_steps = "trainer.max_steps=2"
     tune(tmp_path, text, source)
     shutil.copytree(source, tmp_path / "moved")
-    tune(tmp_path, text, tmp_path / "moved", two_steps)  # the same weights
+    tune(tmp_path, text, tmp_path / "moved", two_steps)  # the same weights at another path
     trained = tune(tmp_path, text, source, "optimizer.lr=0.01", name="trained")
     with pytest.raises(SnapshotError, match="the run did not start from run"):
         tune(tmp_path, text, trained, two_steps)
@@ -285,7 +287,7 @@ def test_a_resume_allows_no_other_source(source, texts, tmp_path):
 
 @pytest.mark.parametrize("from_weights", [False, True])
 def test_a_resume_reads_all_texts_as_the_first_start_did(from_weights, texts, tmp_path):
-    """However often, whatever data.format says now: further validation texts too."""
+    """It does so for further validation texts too, at every resume, whatever data.format says."""
     lines = "".join(f'{{"text": "the sea {i}"}}\n' for i in range(200))
     (tmp_path / "a.txt").write_text("the sea and the shore\n" * 20)
     (tmp_path / "docs.jsonl").write_text(lines)
@@ -325,7 +327,7 @@ def test_a_resume_reads_all_texts_as_the_first_start_did(from_weights, texts, tm
         ("run.init_sha256=abc", "", "not run.init_sha256=abc; set run.init_sha256=null to use it"),
     ],
 )
-def test_typed_sizes_that_differ_are_refused(
+def test_model_sizes_from_the_command_line_that_differ_are_refused(
     override, command_line_keys, message, source, tmp_path, texts
 ):
     refused(
@@ -339,8 +341,8 @@ def test_typed_sizes_that_differ_are_refused(
     )
 
 
-def test_typed_sizes_that_weights_allow(source, tmp_path, texts):
-    """A shorter context drops positions; dropout is no size."""
+def test_model_settings_from_the_command_line_that_weights_allow(source, tmp_path, texts):
+    """A shorter context drops positions. Dropout does not change any size."""
     words, command_line_keys = (
         ["data.block_size=8", "model.dropout=0.5"],
         ("data.block_size", "model.dropout"),
@@ -357,7 +359,7 @@ def test_typed_sizes_that_weights_allow(source, tmp_path, texts):
     "words", [["data.tokenizer=byte"], ["data.tokenizer=bpe", "data.vocab_size=280"]]
 )
 def test_a_tokenizer_of_bytes_is_kept(words, texts, tmp_path):
-    """From a run, and from its export, by tokenizer.json or by the two files of older versions."""
+    """The source is a run, or an export with tokenizer.json or the two files of older versions."""
     pytest.importorskip("tokenizers")
     source = train(
         tmp_path, "source", f"data.path={texts / 'first.txt'}", *words, "trainer.max_steps=2"
@@ -385,7 +387,7 @@ def test_a_tokenizer_of_bytes_is_kept(words, texts, tmp_path):
 
 
 def bad_weight(kind: str, tensor: Tensor) -> Tensor:
-    """Return a tensor that no model can start from."""
+    """Return a tensor with which a model cannot start."""
     if kind == "whole numbers":
         return tensor.round().to(torch.int64)
     if kind == "booleans":
@@ -404,8 +406,8 @@ def bad_weight(kind: str, tensor: Tensor) -> Tensor:
         ("export", "whole numbers"),
     ],
 )
-def test_weights_that_are_no_numbers_to_train_from(form, kind, source, texts, tmp_path):
-    """Nothing is written, the cache of the text included."""
+def test_weights_with_invalid_numbers_are_refused(form, kind, source, texts, tmp_path):
+    """Nothing is written, not even to the cache of texts."""
     directory = tmp_path / form
     if form == "gpt2":
         write_gpt2(directory, small_gpt2(40))
@@ -433,7 +435,7 @@ def test_weights_without_a_tokenizer_are_named(texts, tmp_path, log_lines):
         {"model_type": "mingpt_modern", "block_size": "32"},
         {"model_type": "mingpt_modern", "block_size": True},
         {"model_type": "mingpt_modern", "vocab_size": {"a": 1}},
-        {"data": 1, "model": [1]},  # a task of samples
+        {"data": 1, "model": [1]},  # a task that trains on samples instead of text
         {"vocabulary": "a\ud800", "model": {"architecture": "gpt"}, "block_size": 8},
     ],
 )
@@ -471,12 +473,12 @@ def test_a_tokenizer_of_words_is_refused(texts, tmp_path):
             read_initial_weights(str(tmp_path / "gpt2"))
 
 
-# A GPT-2 in Hugging Face's format.
+# GPT-2 in Hugging Face's format
 
 
-def test_a_gpt2_without_transformers(texts, tmp_path):
+def test_a_gpt2_is_read_without_transformers(texts, tmp_path):
     known = "".join(sorted(set((texts / "first.txt").read_text()) | set("qz")))
-    theirs = small_gpt2(len(known) + 3)  # padded, as vocabularies often are
+    theirs = small_gpt2(len(known) + 3)  # with padding, as vocabularies often have
     write_gpt2(tmp_path / "gpt2", theirs)
     (tmp_path / "gpt2" / "tokenizer.json").write_text(tokenizer_json(known))
     tuned = tune(tmp_path, texts / "first.txt", tmp_path / "gpt2")
@@ -518,12 +520,12 @@ def test_settings_that_gpt_does_not_compute_are_refused(changed, message, tmp_pa
 @pytest.mark.parametrize(
     "changed", [{"n_embd": 24}, {"n_layer": 10_000_000}, {"vocab_size": 10**12}]
 )
-def test_a_configuration_of_other_weights_is_refused(changed, texts, tmp_path):
+def test_a_configuration_that_does_not_fit_the_weights_is_refused(changed, texts, tmp_path):
     write_gpt2(tmp_path / "gpt2", small_gpt2(40), **changed)
     refused(tmp_path, texts / "first.txt", tmp_path / "gpt2", "do not fit the model|n_layer")
 
 
-def test_names_that_are_not_of_gpt2_are_refused(tmp_path):
+def test_tensor_names_that_gpt2_does_not_have_are_refused(tmp_path):
     tensors = write_gpt2(tmp_path, small_gpt2(40))
     short = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     head, other = (
@@ -541,7 +543,7 @@ def test_names_that_are_not_of_gpt2_are_refused(tmp_path):
 
 
 def test_hostile_files_are_refused(texts, tmp_path):
-    """Pickles, half a file, a configuration that is no object."""
+    """They are pickles, half a file, and a configuration that is not a JSON object."""
     text, directory = texts / "first.txt", tmp_path / "gpt2"
     for name in ("pytorch_model.bin", "model.pt"):
         write_gpt2(tmp_path / name, small_gpt2(40))

@@ -1,4 +1,4 @@
-"""A disk on which no file may grow."""
+"""A fixture that simulates a full disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture
 def limited_files() -> Callable:
-    """Return a context in which no file may become larger than some bytes, as on a full disk."""
+    """Return a context manager that limits the size of all files, in bytes, like a full disk."""
 
     @contextlib.contextmanager
     def limited(size: int) -> Iterator[None]:

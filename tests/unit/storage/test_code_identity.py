@@ -1,4 +1,4 @@
-"""The record of the code that trains: the user's files, the package, the patch of a checkout."""
+"""The record of the training code: the user's files, the package, and the patch of a checkout."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from mingpt_ddp.storage.git import MAX_PATCH_BYTES
 
 USER = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
 PACKAGE_RECORD = {"sha256": "b" * 64, "commit": None}
-INSTALLED = Path("/site-packages") / PACKAGE.name  # where a wheel installs it: in no checkout
+INSTALLED = Path("/site-packages") / PACKAGE.name  # a wheel installs it outside any checkout
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    """Give git all the time that it takes on a busy machine."""
+    """Give git enough time on a busy machine."""
     monkeypatch.setattr(code_identity, "GIT_TIMEOUT_S", 600)
 
 
@@ -51,7 +51,7 @@ def git(root: Path, *words: str) -> str:
 
 @pytest.fixture
 def checkout(tmp_path) -> Path:
-    """A checkout of a user: mine.py, committed."""
+    """Create a user's checkout with a committed file mine.py."""
     root = tmp_path / "project"
     root.mkdir()
     write(root, "mine.py", "x = 1\n")
@@ -80,7 +80,7 @@ def record(files: dict[str, str], **more: object) -> dict[str, object]:
     return {"files": files, "package": PACKAGE_RECORD, "commits": {}, **more}
 
 
-def test_a_package_has_one_hash_wherever_it_is_and_a_comment_counts(tmp_path):
+def test_the_hash_of_a_package_depends_on_all_its_text_and_not_on_its_path(tmp_path):
     copy = tmp_path / "site-packages" / PACKAGE.name
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     assert hash_package(copy) == hash_package(PACKAGE)
@@ -104,8 +104,8 @@ FILES = {
 }
 
 
-def test_what_a_file_has_imported_so_far_belongs_to_it(tmp_path, monkeypatch):
-    """Not what another job of this process has loaded. An edit after the import does not count."""
+def test_the_record_of_a_file_includes_its_imports(tmp_path, monkeypatch):
+    """Modules of other jobs in this process, and edits after the import, are left out."""
     for name, text in FILES.items():
         write(tmp_path, name, text)
     monkeypatch.chdir(tmp_path)
@@ -118,7 +118,7 @@ def test_what_a_file_has_imported_so_far_belongs_to_it(tmp_path, monkeypatch):
     assert code["files"]["own_pkg/near.py"] == sha256("")
     assert changed_files(code) == [], "this process trains with what it has loaded"
 
-    __import__("own_helper")  # late, as by a hook
+    __import__("own_helper")  # a late import, for example in a hook
     assert {*with_loaded_files(code, code_roots())["files"]} == first | {"own_helper.py"}
     run_code({"model": {"code": "second.py"}}, [tmp_path])
     assert {*start_reading(code_roots())().record["files"]} == {
@@ -132,7 +132,7 @@ def test_what_a_file_has_imported_so_far_belongs_to_it(tmp_path, monkeypatch):
     assert loaded_files([tmp_path / "nowhere.py"]) == {}
 
 
-def test_a_disk_that_does_not_answer_ends_no_start(monkeypatch):
+def test_a_start_continues_if_the_disk_does_not_respond(monkeypatch):
     answer = threading.Event()
 
     def lost_files():
@@ -162,7 +162,7 @@ def test_a_disk_that_does_not_answer_ends_no_start(monkeypatch):
     ids=str,
 )
 def test_which_files_of_a_record_have_changed(recorded, changed, tmp_path, monkeypatch):
-    """Without importing them: `a.py` is not even Python."""
+    """The files are not imported: `a.py` is not even Python."""
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "a.py", "a")
     write(tmp_path, "notes.txt", "a")
@@ -185,13 +185,13 @@ def test_which_files_of_a_record_have_changed(recorded, changed, tmp_path, monke
     ],
     ids=range(5),
 )
-def test_the_difference_of_two_records_in_words(before, now, text, tmp_path, monkeypatch):
+def test_the_difference_of_two_records_is_described(before, now, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert describe_change(before, now).startswith(text)
     assert bool(describe_change(before, now)) is bool(text)
 
 
-def test_other_code_that_has_trained_the_run_before_is_kept(tmp_path, monkeypatch):
+def test_earlier_code_that_has_trained_the_run_stays_in_the_record(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "late.py", "a hook imports it")
     before = record({"a.py": "1", "late.py": sha256("a hook imports it")})
@@ -224,7 +224,7 @@ def test_the_patch_leads_from_the_commit_to_the_tracked_files(checkout, tmp_path
     (checkout / "bytes.py").write_bytes(lines.replace(b"1\r", b"2\r"))
     (checkout / "picture.png").write_bytes(b"\0\2")
     write(checkout, "untracked.py", "y = 1\n")
-    (checkout / ".git" / "index.lock").touch()  # another git is at work
+    (checkout / ".git" / "index.lock").touch()  # another git process holds the lock
     dirty = read(checkout, checkout)
     (checkout / ".git" / "index.lock").unlink()
     assert (checkout / ".git" / "index").stat().st_mtime_ns == index
@@ -249,7 +249,7 @@ data/token.txt .aws/config kubeconfig x.tfvars
 """.split()  # noqa: SIM905
 
 
-def test_a_file_whose_name_marks_a_secret_is_named_alone(checkout):
+def test_a_file_that_may_hold_a_secret_is_only_named(checkout):
     for text in ("before\n", "hunter22\n"):
         for name in SECRETS:
             write(checkout, name, text)
@@ -309,7 +309,7 @@ def test_no_program_of_the_checkout_is_run(checkout, tmp_path, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
-def test_without_git_there_are_the_hashes_alone(checkout, tmp_path, monkeypatch):
+def test_without_git_only_the_hashes_are_recorded(checkout, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert read(checkout).record["commits"] == {}
     program = write(tmp_path, "git", "#!/bin/sh\nexec sleep 600\n")
@@ -321,7 +321,7 @@ def test_without_git_there_are_the_hashes_alone(checkout, tmp_path, monkeypatch)
 
 
 def test_several_checkouts(checkout, tmp_path):
-    """One has no commit, one a file named HEAD, and one the name of another."""
+    """One has no commit, one has a file called HEAD, and two have the same name."""
     (tmp_path / "new").mkdir()
     git(tmp_path / "new", "init", "-q")
     write(checkout, "HEAD", "x")
@@ -338,7 +338,7 @@ def test_several_checkouts(checkout, tmp_path):
 
 
 def test_a_process_forked_meanwhile_holds_no_pipe_of_a_starting_git(checkout):
-    """It may live as long as the run, whose start would wait for it, as for a loader process."""
+    """Such a process may live as long as the run. The start would wait for it to close the pipe."""
     children = []
 
     def fork() -> None:
@@ -351,9 +351,9 @@ def test_a_process_forked_meanwhile_holds_no_pipe_of_a_starting_git(checkout):
 
     class Root(os.PathLike):
         def __fspath__(self):
-            """Fork on a thread when `subprocess` has opened the pipes, and starts git."""
+            """Fork on a thread when `subprocess` has opened the pipes to start git."""
             thread.start()
-            thread.join(0.3)  # the fork waits for the start, which waits for this
+            thread.join(0.3)  # has a limit, since the fork waits until git has started
             return str(checkout)
 
     try:
@@ -371,7 +371,11 @@ def test_a_process_forked_meanwhile_holds_no_pipe_of_a_starting_git(checkout):
         None,
         [],
         {"files": {}},
-        {"sha256": "a" * 64, "commits": {}, "files": {"a.py": "1"}},  # of an earlier version
+        {
+            "sha256": "a" * 64,
+            "commits": {},
+            "files": {"a.py": "1"},
+        },  # the format of an earlier version
         record({"a.py": 1}),
         record([]),
         record({}, commits=[]),
@@ -379,11 +383,11 @@ def test_a_process_forked_meanwhile_holds_no_pipe_of_a_starting_git(checkout):
         record({}, package={"sha256": 1}),
     ],
 )
-def test_what_is_no_record_is_none(code):
+def test_an_invalid_record_is_read_as_none(code):
     assert recorded_code({"code": code}) == recorded_code(code) == {}
 
 
-def test_a_record_of_a_stranger_is_described_within_a_line():
+def test_a_hostile_record_is_described_in_one_line():
     code = record({"c\n" * 10**6: "1"}, commits={"b\n" * 10**6: ["c"]}, patch={"d": 1})
     line = describe(recorded_code({"code": code}))
     assert len(line) == 400 and "\n" not in line

@@ -1,4 +1,4 @@
-"""One writer at a time in an object store. Connections to files in memory stand in for it."""
+"""A lease allows one writer at a time in an object store. Here, the store is in memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mingpt_ddp.storage.urls import open_storage
 HEARTBEAT_INTERVAL_S = 0.05
 SHORT_TTL_S = 0.4
 TAKEOVER_GRACE_S = 0.1
-# A read counts for at most half an interval of silence.
+# Each read without news adds at most half a heartbeat interval to the measured silence.
 READS_UNTIL_STALE = int(SHORT_TTL_S / (HEARTBEAT_INTERVAL_S / 2))
 
 
@@ -36,11 +36,11 @@ class Connection(MemoryFileSystem):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.is_cut = False  # as for a process that was killed or suspended
+        self.is_cut = False  # True simulates a process that was killed or suspended
         self.writing = threading.Lock()
-        self.damaged_reads = 0  # how many of the next reads return a damaged record
-        self.slow_read = 0  # number of a read that takes longer than SHORT_TTL_S
-        self.reads = 0  # how often it has asked for a record
+        self.damaged_reads = 0  # number of next reads that return a damaged record
+        self.slow_read = 0  # number of the read that takes longer than SHORT_TTL_S
+        self.reads = 0  # number of reads of a record so far
 
     def info(self, path, **kwargs):
         self._check()
@@ -63,7 +63,7 @@ class Connection(MemoryFileSystem):
         return parts
 
     def cut(self) -> None:
-        """Let all requests fail from now on; a write has been done or fails."""
+        """Let all requests fail from now on. A write that is under way completes or fails."""
         with self.writing:
             self.is_cut = True
 
@@ -84,7 +84,7 @@ def limits(monkeypatch):
 
 @pytest.fixture
 def short_ttl(monkeypatch):
-    """Let a lease without heartbeats be stale after SHORT_TTL_S. Its owner must be dead."""
+    """Let a lease without heartbeats become stale after SHORT_TTL_S. Only for dead owners."""
     monkeypatch.setattr(module, "LEASE_TTL_S", SHORT_TTL_S)
 
 
@@ -97,13 +97,13 @@ def connect() -> Callable:
 
 @pytest.fixture
 def storage(connect):
-    """The test's own connection, which is never cut."""
+    """Return the test's own connection, which is never cut."""
     return connect()
 
 
 @pytest.fixture
 def acquire(connect):
-    """Acquire leases, each on its own connection, that end with the test."""
+    """Return a function that acquires leases, each on its own connection, until the test ends."""
     taken: list[Lease] = []
 
     def acquire(dead: str | None = None, storage=None) -> Lease:
@@ -117,7 +117,7 @@ def acquire(connect):
 
 @pytest.fixture
 def dead_owner(acquire) -> Lease:
-    """A lease whose owner sends no heartbeats any more."""
+    """Return a lease whose owner sends no more heartbeats."""
     lease = acquire()
     lease.storage.fs.cut()
     return lease
@@ -140,7 +140,7 @@ def misses_heartbeat(log_lines: list[str]) -> bool:
 
 
 def test_a_live_owner_keeps_the_lease_and_is_named(storage, acquire, log_lines, monkeypatch):
-    """Also if the clock of another machine is wrong by years: clocks are not compared."""
+    """The clock of another machine may be wrong by years, since clocks are not compared."""
     lease = acquire()
     assert not waits(log_lines)
     assert owner(storage).keys() == {"id", "owner", "heartbeat"}
@@ -155,7 +155,7 @@ def test_a_live_owner_keeps_the_lease_and_is_named(storage, acquire, log_lines, 
 
 
 def test_a_record_keeps_its_length(storage, acquire):
-    """A reader asks for the size and then for that many bytes, and a heartbeat may come between.
+    """A reader asks for the size and then for that many bytes. A heartbeat may come in between.
 
     A record that was deleted is written again.
     """
@@ -173,8 +173,8 @@ def test_a_record_keeps_its_length(storage, acquire):
     wait_for(lambda: storage.size(OWNER) in sizes, what="the record")
 
 
-def test_a_record_that_is_damaged_for_a_moment_is_no_takeover(storage, acquire, connect):
-    """As a reader sees it while a store replaces the record."""
+def test_a_record_that_is_damaged_for_a_moment_is_not_a_takeover(storage, acquire, connect):
+    """A reader may see such a record while the store replaces it."""
     lease = acquire()
     other = connect()
     other.fs.damaged_reads = 1
@@ -190,7 +190,7 @@ def test_a_record_that_is_damaged_for_a_moment_is_no_takeover(storage, acquire, 
 
 
 def test_a_stale_lease_is_taken_over(short_ttl, storage, acquire, dead_owner):
-    """The owner was only slow or suspended, and continues."""
+    """The former owner was only slow or suspended, and then continues."""
     new = acquire()
     assert new.storage.fs.reads >= READS_UNTIL_STALE
     assert owner(storage)["id"] == new.id
@@ -203,7 +203,7 @@ def test_a_stale_lease_is_taken_over(short_ttl, storage, acquire, dead_owner):
 
 
 def test_a_late_heartbeat_of_the_former_owner(short_ttl, storage, acquire, dead_owner):
-    """It was suspended between its check and its write: it ends, and its successor does not."""
+    """It was suspended between its check and its write. It ends, and its successor does not."""
     stale = owner(storage)
     new = acquire()
     late = {**stale, "heartbeat": f"{int(stale['heartbeat']) + 1:015d}"}
@@ -215,7 +215,7 @@ def test_a_late_heartbeat_of_the_former_owner(short_ttl, storage, acquire, dead_
         dead_owner.check()
 
     def is_lost() -> bool:
-        """The former owner has gone on. A heartbeat of the new one may still replace its record."""
+        """Let the former owner continue. The new owner's heartbeat may still replace its record."""
         write_record(storage, **{**late, "heartbeat": f"{int(late['heartbeat']) + 1:015d}"})
         try:
             new.check()
@@ -233,7 +233,7 @@ def test_an_owner_known_to_be_dead_is_not_waited_for(storage, acquire, dead_owne
 
 
 def test_a_takeover_is_final(storage, dead_owner, log_lines):
-    """The old owner sends no heartbeats any more, also after the new owner has released."""
+    """The old owner sends no more heartbeats, even after the new owner has released the lease."""
     old = dead_owner
     wait_for(lambda: misses_heartbeat(log_lines), what="the end of the last heartbeat")
     record = {"id": "another", "owner": "process 1 on elsewhere", "heartbeat": 0}
@@ -270,7 +270,7 @@ def test_release_while_another_waits(storage, acquire, dead_owner, log_lines):
 def test_of_several_processes_one_acquires(
     before, short_ttl, storage, acquire, request, monkeypatch
 ):
-    # longer than a busy machine may suspend one of the threads before it writes
+    # longer than a busy machine may suspend a thread before its write
     monkeypatch.setattr(module, "TAKEOVER_GRACE_S", 2.0)
     old = None if before == "free" else request.getfixturevalue("dead_owner")
     dead = old.id if before == "dead and known" else None
@@ -294,7 +294,7 @@ def test_of_several_processes_one_acquires(
     "content", [b"", b"[]", b"\xff", b"null", b'{"id": 3, "owner": ["x"]}', b"[" * 9999]
 )
 def test_a_damaged_record_has_no_live_owner(short_ttl, storage, acquire, content):
-    """Only if it stays damaged: its owner may be replacing it."""
+    """It must stay damaged for a while, since its owner may be replacing it."""
     storage.write(OWNER, content)
     lease = acquire()
     assert lease.storage.fs.reads >= READS_UNTIL_STALE
@@ -302,7 +302,7 @@ def test_a_damaged_record_has_no_live_owner(short_ttl, storage, acquire, content
 
 
 def test_an_owner_whose_damaged_record_becomes_readable_is_alive(storage, acquire, connect):
-    """Control characters of a record are not printed, nor a long name."""
+    """Control characters and long names in a record are not printed."""
     storage.write(OWNER, b"{")
     other = connect()
     with ThreadPoolExecutor(1) as pool:
@@ -318,7 +318,7 @@ def test_an_owner_whose_damaged_record_becomes_readable_is_alive(storage, acquir
 
 
 def test_an_outage_of_the_store(storage, acquire, connect, log_lines):
-    """An owner survives it, nobody takes over meanwhile, and a release does not raise."""
+    """The owner survives it, nobody takes over meanwhile, and a release raises no error."""
     lease = acquire()
     down = connect()
     for each in (down, lease.storage):
@@ -338,7 +338,7 @@ def test_an_outage_of_the_store(storage, acquire, connect, log_lines):
 
 
 def test_a_slow_read_does_not_make_a_lease_stale(short_ttl, acquire, connect):
-    """No heartbeat of a live owner can be seen during a read, however long it takes."""
+    """During a long read, no heartbeat of a live owner can be seen."""
     acquire()
     other = connect()
     other.fs.slow_read = 2

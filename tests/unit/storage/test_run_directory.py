@@ -1,4 +1,4 @@
-"""The run directory: its lock, its name, the records of its starts."""
+"""The run directory: its lock, its name, and the record of each start."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONFIG = {"optimizer": {"lr": 1e-3, "betas": [0.9, 0.99]}, "run": {"name": None}
 
 @pytest.fixture
 def directory(tmp_path):
-    """The locked run directory `tmp_path / "run"`."""
+    """Lock the run directory `tmp_path / "run"` and return it."""
     owner = RunDirectory(tmp_path / "run", wait_s=0)
     yield owner
     owner.release()
@@ -42,7 +42,7 @@ def directory(tmp_path):
 
 @pytest.fixture
 def other_owner(tmp_path):
-    """The process id of another owner of `tmp_path / "run"`, which lives until it is killed."""
+    """Start another process that locks `tmp_path / "run"` until it is killed. Return its id."""
     reading, writing = os.pipe()
     if (pid := os.fork()) == 0:
         try:
@@ -61,7 +61,7 @@ def other_owner(tmp_path):
 
 
 def test_a_directory_has_one_owner_whom_the_error_names(other_owner, tmp_path):
-    """Until the owner is killed, also while another process waits."""
+    """A process that waits gets the directory when the owner is killed."""
     run = tmp_path / "run"
     before = (run / LOCK).read_text()
     for wait_s in (0, 0.2):
@@ -73,7 +73,7 @@ def test_a_directory_has_one_owner_whom_the_error_names(other_owner, tmp_path):
     assert (run / LOCK).read_text() == before
     RunDirectory(tmp_path / "run-2", wait_s=0).release()
 
-    # It is not reaped yet: a zombie holds no lock.
+    # The owner is then a zombie, since nobody has reaped it. A zombie holds no lock.
     timer = threading.Timer(0.3, os.kill, [other_owner, signal.SIGKILL])
     timer.start()
     directory = RunDirectory(run, wait_s=60)
@@ -85,7 +85,7 @@ def test_a_directory_has_one_owner_whom_the_error_names(other_owner, tmp_path):
 
 @pytest.mark.parametrize("below", [".", "snapshots"])
 def test_snapshots_in_the_run_directory_need_no_other_lock(below, directory, tmp_path):
-    """Also where snapshot.path is run.root: then they are in the run directory itself."""
+    """If snapshot.path equals run.root, the snapshots are in the run directory itself."""
     directory.lock_snapshots(open_storage(str(tmp_path / "run" / below)))
     assert list(tmp_path.rglob(".lock")) == [tmp_path / "run" / LOCK]
 
@@ -155,7 +155,7 @@ def test_a_directory_that_cannot_be_locked_leaves_nothing_behind(name, tmp_path)
 
 
 def test_a_start_that_is_refused_leaves_no_new_directory(tmp_path):
-    """A run that has begun, and a directory that was there before, stay."""
+    """The directory stays if a run has begun, or if it existed before."""
     (tmp_path / "old").mkdir()
     for name in ("old/new/run", "other/run", "old"):
         RunDirectory(tmp_path / name).release()
@@ -183,7 +183,7 @@ def changed(**optimizer: object) -> dict:
 
 
 def configs(directory: RunDirectory) -> dict[str, float]:
-    """The learning rates in the recorded configurations."""
+    """Return the learning rate of each recorded configuration, by file name."""
     paths: list[Path] = sorted(directory.path.glob("config*.yaml"))
     return {path.name: yaml.safe_load(path.read_text())["optimizer"]["lr"] for path in paths}
 
@@ -218,7 +218,7 @@ def test_probes_of_a_killed_owner_are_deleted(place, tmp_path):
 
 
 def test_each_start_that_differs_from_the_one_before_is_recorded(directory):
-    """config.10.yaml is later than config.9.yaml."""
+    """Files are sorted by number: config.10.yaml is later than config.9.yaml."""
     rates = [1e-3, 2e-3, 2e-3, 1e-3, *map(float, range(4, 11))]
     for lr in rates:
         directory.record_start(changed(lr=lr), {})
@@ -232,8 +232,8 @@ def test_each_start_that_differs_from_the_one_before_is_recorded(directory):
     assert len(configs(directory)) == 10
 
 
-def test_a_name_and_what_it_stands_for_are_no_difference(directory):
-    """Local workers record the name of an unnamed run, a single process records null."""
+def test_a_run_name_and_null_are_not_a_difference(directory):
+    """For an unnamed run, local workers record its name. A single process records null."""
     for name in (None, "texts-tiny-00000000", None):
         directory.record_start({**CONFIG, "run": {"name": name}}, {})
     assert list(configs(directory)) == ["config.yaml"]
@@ -260,7 +260,7 @@ def test_a_pipe_is_not_read_as_a_record(tmp_path, name):
 
 @pytest.mark.parametrize("how", ["deleted", "replaced", "moved"])
 def test_a_directory_that_is_lost_during_the_run(how, tmp_path):
-    """Its owner writes nothing more: another process may have locked a new directory."""
+    """Its owner writes nothing more, because another process may have locked a new directory."""
     owner = RunDirectory(tmp_path / "run")
     owner.check()
     (tmp_path / "run").rename(tmp_path / "elsewhere")
@@ -283,7 +283,7 @@ def test_a_lost_directory_of_snapshots(directory, tmp_path):
         directory.check()
 
 
-def test_a_lock_that_was_deleted_before_it_was_taken_is_taken_again(tmp_path):
+def test_a_lock_file_that_was_deleted_before_it_was_locked_is_locked_again(tmp_path):
     opened = []
 
     def lock(file) -> None:
@@ -303,8 +303,8 @@ LOOPS = [None, Path("train.py"), Path("other.py"), Path("main.py")]
 
 @pytest.mark.parametrize("now", LOOPS)
 @pytest.mark.parametrize("before", LOOPS)
-def test_another_loop_is_refused(before, now, directory):
-    """The loop of a script is its file name. A script may be called main.py."""
+def test_a_different_training_loop_is_refused(before, now, directory):
+    """The file name of a script identifies its loop. A user's script may be called main.py."""
     files = script_files(before, ["optimizer.lr=1"]) if before else {}
     directory.record_start(CONFIG, {}, private=files)
     if before == now:
@@ -318,5 +318,5 @@ def test_another_loop_is_refused(before, now, directory):
 
 
 @pytest.mark.parametrize("now", LOOPS)
-def test_a_directory_without_a_run_takes_any_loop(now, tmp_path):
+def test_a_directory_without_a_run_accepts_any_training_loop(now, tmp_path):
     refuse_other_loop(tmp_path, now)

@@ -1,4 +1,7 @@
-"""Files by name below one URL: the same on a local disk and in memory, written atomically."""
+"""A storage keeps files by name below one URL, on a local disk or in memory.
+
+Local files are written atomically.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +60,8 @@ def test_write_and_read(kind, storage, remote_storage):
     assert remote_storage.read("new") == expected
 
 
-def test_chunks_are_the_file(storage):
-    """Each fits in memory, and zero bytes are no chunk."""
+def test_the_chunks_make_up_the_file(storage):
+    """Each chunk fits in memory, and an empty file has no chunk."""
     chunk = local.CHUNK if storage.has_flock else remote.PARALLEL * remote.PART
     content = bytes(range(251)) * (chunk // 251 + 9)
     storage.write("file", content)
@@ -70,14 +73,14 @@ def test_chunks_are_the_file(storage):
     assert [*storage.chunks("file", 0)] == []
 
 
-def test_shared_is_what_other_machines_see(storage):
+def test_only_remote_storage_is_shared_with_other_machines(storage):
     assert not storage.shared
     assert not open_storage("simplecache::memory://x").shared
     assert open_storage("http://127.0.0.1:1/x").shared
 
 
 def test_a_tree_of_files(storage):
-    """A listing has the names of one level, sorted, also those that another process wrote."""
+    """A listing has the sorted names of one level, including files of other processes."""
     other = open_storage(f"{storage.url}/")
     assert storage.list() == []
     for name in ("b/2", "a/1", "c", "b/1"):
@@ -89,7 +92,7 @@ def test_a_tree_of_files(storage):
     assert open_storage(f"{storage.url}/a/1").list() == []
     other.delete("b/1")
     assert open_storage(f"{storage.url}/b").list() == ["2"]
-    for _ in range(2):  # the second time it does not exist any more
+    for _ in range(2):  # the second time, it no longer exists
         other.delete("b")
     assert storage.list() == ["a", "c"]
     assert storage.size("nothing") is None
@@ -130,7 +133,7 @@ def test_a_failed_write_keeps_the_old_content_and_no_partial_file(tmp_path, limi
 
 
 def test_content_reaches_the_disk_before_its_name(tmp_path, monkeypatch):
-    """Fsync the file, rename it, fsync the directory: a power failure loses nothing."""
+    """File and directory are synced around the rename, so that power may fail at any time."""
     done: list[str] = []
     fsync, replace = os.fsync, os.replace
 
@@ -202,7 +205,7 @@ def test_a_storage_that_cannot_be_opened():
         ("s3://bucket/x", "s3fs", r"pip install 'mingpt_ddp\[s3\]'"),
         ("s3a://bucket/x", "s3fs", r"pip install 'mingpt_ddp\[s3\]'"),
         ("simplecache::s3://bucket/x", "s3fs", r"pip install 'mingpt_ddp\[s3\]'"),
-        # fsspec's extras have other names than its protocols
+        # The names of fsspec's extras differ from its protocols.
         ("hf://bucket/x", "huggingface_hub", "huggingface_hub"),
         ("gs://bucket/x", "gcsfs", "gcsfs"),
         ("gcs://bucket/x", "gcsfs", "gcsfs"),
@@ -224,7 +227,7 @@ def test_a_missing_package_is_named(url, package, advice, monkeypatch):
 
 
 class Unsteady(MemoryFileSystem):
-    """A store whose next writes raise `faults`, in turn."""
+    """A store whose next writes raise `faults`, one after another."""
 
     protocol = "unsteady"
     cachable = False
@@ -233,7 +236,7 @@ class Unsteady(MemoryFileSystem):
         super().__init__(*args, **kwargs)
         self.faults: list[Exception] = []
         self.writes = 0
-        self.answers: list[bytes] = []  # the next contents that are read
+        self.answers: list[bytes] = []  # contents that the next reads return
 
     def pipe_file(self, path, value, mode="overwrite", **kwargs):
         self.writes += 1
@@ -254,7 +257,7 @@ def unsteady():
 
 
 def store_error(status: int, code: str) -> OSError:
-    """Make an error as an S3 client does from a response."""
+    """Return the error that an S3 client makes from this response."""
     error = OSError(errno.EIO, "the store's message")
     error.__cause__ = Exception()
     error.__cause__.response = {
@@ -285,11 +288,11 @@ def test_transient_errors_are_retried(unsteady, fault):
     assert unsteady.fs.writes == 3
 
 
-def test_a_request_has_longer_for_more_bytes(unsteady, monkeypatch):
+def test_a_request_has_more_time_for_more_bytes(unsteady, monkeypatch):
     """A large file must not fail because it takes longer than a small one."""
     monkeypatch.setattr(remote, "REQUEST_TIMEOUT_S", 0.05)
     monkeypatch.setattr(remote, "OPERATION_DEADLINE_S", 0.05)
-    monkeypatch.setattr(remote, "MIN_BANDWIDTH", 1)  # a minute for 60 bytes
+    monkeypatch.setattr(remote, "MIN_BANDWIDTH", 1)  # 60 bytes may take a minute
     monkeypatch.setattr(unsteady.fs, "pipe_file", lambda *arguments: time.sleep(1))
     unsteady.write("file", b"x" * 60)
     with pytest.raises(StorageError, match="no response in time"):
@@ -313,7 +316,7 @@ SECRETS = "no\nftp://me:hunter2@host/x nor https://host/x?X-Amz-Signature=hunter
     ids=repr,
 )
 def test_permanent_errors_are_raised_at_once(unsteady, fault, message, number):
-    """With the errno of a disk, by which a run knows that no restart would help; in one line."""
+    """The error is one line. By its errno, a run knows that a restart would not help."""
     unsteady.fs.faults = [fault]
     with pytest.raises(StorageError) as raised:
         unsteady.write("file", b"x")
@@ -336,7 +339,7 @@ def test_no_credentials(text, redacted):
 
 
 def test_more_bytes_than_asked_for_are_an_error_at_once(unsteady):
-    """A web server without ranges sends the whole file; a shortfall is transient."""
+    """A web server without range requests sends the whole file. Too few bytes are transient."""
     unsteady.write("file", b"x" * 100)
     unsteady.fs.answers = [b"x", b"x" * 100, b"x" * 10]
     message = "ValueError: 100 of 10 bytes arrived; use a server that supports range requests"

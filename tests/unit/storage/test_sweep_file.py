@@ -1,4 +1,4 @@
-"""What a sweep keeps between its starts: cores, threads, and why jobs have failed."""
+"""The files that a sweep keeps between its starts: cores, threads, and failures of jobs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_threads_that_torch_cannot_start_are_not_kept(tmp_path):
     assert SweepFile(tmp_path).threads(1, 3) == 2
 
 
-def test_more_failures_than_could_be_read_again(tmp_path):
+def test_failures_are_limited_to_what_can_be_read_again(tmp_path):
     lines = [b" " * 999_999 + b"\n"] * (sweep_file.MAX_BYTES // 10**6)
     (tmp_path / FAILURES).write_bytes(b"".join(lines))
     file = SweepFile(tmp_path)
@@ -37,7 +37,9 @@ def test_failures_are_kept_until_the_job_succeeds(tmp_path):
     file.fail("lr=1", "lr=1-abcd", "second")
     file.fail("lr=2", "", "third")
     path = tmp_path / FAILURES
-    path.write_bytes(path.read_bytes() + b'{"job": "lr=1", "reas')  # of a killed process
+    path.write_bytes(
+        path.read_bytes() + b'{"job": "lr=1", "reas'
+    )  # a line that a killed process left
     expected = [JobFailure("lr=1", "lr=1-abcd", 2, "second"), JobFailure("lr=2", "", 1, "third")]
     assert read_failures(tmp_path) == expected
     for name in ("lr=1-abcd", ""):
@@ -49,7 +51,7 @@ def test_failures_are_kept_until_the_job_succeeds(tmp_path):
     assert read_failures(tmp_path) == []
 
 
-def test_a_failure_is_that_of_a_directory_however_its_job_is_spelled(tmp_path):
+def test_failures_are_found_by_directory_however_the_job_is_spelled(tmp_path):
     file = SweepFile(tmp_path)
     file.fail("lr=1e-3", "lr=1e-3-abcd", "why")
     file.fail("lr=1e-3", "lr=1e-3-ef01", "of another size")
@@ -73,7 +75,7 @@ def test_a_failure_is_that_of_a_directory_however_its_job_is_spelled(tmp_path):
         '{"job": 1}\n{"reason": 2}\n[3]\n\xff',
     ],
 )
-def test_a_damaged_file_counts_as_none(content, tmp_path):
+def test_a_damaged_file_counts_as_missing(content, tmp_path):
     for name in (SWEEP, FAILURES):
         (tmp_path / name).write_text(content)
     file = SweepFile(tmp_path)

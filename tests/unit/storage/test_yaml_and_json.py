@@ -1,4 +1,4 @@
-"""Records: what is written can be read again, and what is hostile costs little."""
+"""YAML and JSON records: we can read what we write, and hostile files cost little."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mingpt_ddp.storage.yaml_and_json import (
 MANY = {"data": {"sources": [[f"/texts/{'a' * 70}_{i:04d}.txt", 1.0] for i in range(1000)]}}
 
 
-def test_a_large_configuration_is_read_as_it_was_written(tmp_path):
+def test_a_large_configuration_can_be_read_again(tmp_path):
     text = dump_yaml(MANY)
     assert len(text) > 1 << 16
     (tmp_path / "config.yaml").write_text(text)
@@ -27,8 +27,8 @@ def test_a_large_configuration_is_read_as_it_was_written(tmp_path):
 
 
 @pytest.mark.parametrize("values", [{"a": [MANY, MANY]}, {"a": 10**2000}])
-def test_what_could_not_be_read_is_not_written(values):
-    """YAML writes an object once, and an alias where it comes again."""
+def test_values_that_could_not_be_read_are_not_written(values):
+    """YAML writes a repeated object once, and then an alias."""
     with pytest.raises(ValueError, match="it has "):
         dump_yaml(values)
 
@@ -39,7 +39,7 @@ def test_what_could_not_be_read_is_not_written(values):
         "x" * (MAX_YAML_BYTES + 1),
         "[" + "[]," * MAX_YAML_EVENTS + "]",
         "[" * 1000,
-        "a: 1" + ":59" * 300_000,  # an integer in base 60: minutes
+        "a: 1" + ":59" * 300_000,  # an integer in base 60, as YAML 1.1 writes minutes
         "a: 1" + ":59" * 300_000 + ".5",
         "a: &b [1]\nc: *b",
     ],
@@ -49,7 +49,7 @@ def test_hostile_yaml(text):
         load_yaml(text)
 
 
-def test_a_large_result_is_read_as_it_was_written(tmp_path):
+def test_a_large_result_can_be_read_again(tmp_path):
     result = {f"val_accuracy_of_label_{i}": i / 7 for i in range(10_000)}
     content = dump_json(result, indent=2)
     assert len(content) > 1 << 18
@@ -57,7 +57,7 @@ def test_a_large_result_is_read_as_it_was_written(tmp_path):
     assert read_json(tmp_path / "result.json") == result
 
 
-def test_json_ends_at_its_limit(tmp_path):
+def test_json_is_read_up_to_its_limit(tmp_path):
     largest = {"a": "x" * (MAX_JSON_BYTES - len(dump_json({"a": ""})))}
     (tmp_path / "a.json").write_bytes(content := dump_json(largest))
     assert len(content) == MAX_JSON_BYTES
