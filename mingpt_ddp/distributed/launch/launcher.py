@@ -74,7 +74,7 @@ async def run_workers(
 
     Args:
         launch: The job, and how to run it.
-        env: Ranks of the first worker.
+        env: Rank, world size and store of the first worker.
         started_at: The time.monotonic() at which this run began.
         forwarder: Forwards signals to the workers. Its signal handlers are installed.
 
@@ -160,7 +160,7 @@ class _WorkerGroup:
     def __init__(self, launch: Launch, first: DistEnv, forwarder: SignalForwarder) -> None:
         """
         Args:
-            first: Ranks of the first worker.
+            first: Rank, world size and store of the first worker.
         """
         self.launch = launch
         self.config = launch.job.config
