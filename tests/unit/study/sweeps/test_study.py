@@ -173,7 +173,7 @@ def test_what_a_kill_leaves_beside_the_journal_is_removed(open_study, tmp_path, 
 
 
 DAMAGED = "study.journal is damaged; move it away"
-ANOTHER = "trial 0 is not one of this search"
+ANOTHER = "trial 0 does not belong to this search"
 
 
 @pytest.mark.parametrize(
