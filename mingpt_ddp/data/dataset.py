@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mingpt_ddp.config.keys.components import DataConfig, Form
+from mingpt_ddp.config.keys.components import DataConfig, TextFormat
 from mingpt_ddp.data.tokenizers.tokenizer import tokenizer_from_state
 from mingpt_ddp.data.tokens.shards import Shards
 from mingpt_ddp.data.tokens.token_files import TokenFile
@@ -39,7 +39,7 @@ class EncodedText:
     dtype: str
     tokens_sha256: str
     parts: list[list[int]] = field(default_factory=list)
-    form: Form = "text"
+    form: TextFormat = "text"
     notes: list[str] = field(default_factory=list)
     files: list[TokenFile] = field(default_factory=list)
 
@@ -64,7 +64,7 @@ class RecordedText:
     """
 
     sha256: str
-    form: Form = "text"
+    form: TextFormat = "text"
 
 
 def split_bounds(length: int, config: DataConfig) -> list[int]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mingpt_ddp.config.keys.components import Form
+from mingpt_ddp.config.keys.components import TextFormat
 from mingpt_ddp.errors import ConfigError, DataError
 
 HEAD_BYTES = 1 << 18  # number of bytes at the start of a text that decide its format
@@ -52,7 +52,7 @@ class Kind:
 
     name: str
     advice: str
-    form: Form | None = None
+    form: TextFormat | None = None
 
     def refusal(self, source: str, path: str, wanted: str) -> DataError:
         """Make the error that refuses a file of this format.

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from mingpt_ddp.config.keys.components import SPLITS_WITH_OWN_TEXT, DataConfig, Form
+from mingpt_ddp.config.keys.components import SPLITS_WITH_OWN_TEXT, DataConfig, TextFormat
 from mingpt_ddp.data.dataset import EncodedText, RecordedText
 from mingpt_ddp.data.locate_tokens import locate
 from mingpt_ddp.data.text.encode import encode, is_divided
@@ -134,7 +134,7 @@ def _texts_in_recorded_form(
     config: DataConfig,
     tokenizer: Tokenizer | None,
     cache: TextCache,
-    form: Form,
+    form: TextFormat,
     source: str = "",
 ) -> "Texts":
     """Open texts that are to be read in the format that a snapshot has recorded.
@@ -161,7 +161,7 @@ class Texts:
         config: DataConfig,
         tokenizer: Tokenizer | None,
         cache: TextCache,
-        recorded_form: Form | None = None,
+        recorded_form: TextFormat | None = None,
         source: str = "",
         form: str = "",
     ) -> None:
