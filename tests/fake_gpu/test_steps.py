@@ -1,4 +1,4 @@
-"""Check training steps on the fake GPU: they need the planned memory, and the host never waits.
+"""Check training steps on the fake GPU: their memory is as planned, and the host need not wait.
 
     pytest tests/fake_gpu -s
 

@@ -162,7 +162,8 @@ def describe(plan: dict[str, Any]) -> str:
             ("time", f"{total}: steps of {times['step_s']:.3g} s{mfu}, {evaluations}"),
             (
                 "",
-                f"{times['items_per_s']:,.0f} {unit}/s; measured on one rank, which sends nothing",
+                f"{times['items_per_s']:,.0f} {unit}/s; measured on one rank, "
+                "without communication",
             ),
             ("", f"peak memory of this process: {human_size(times['peak_bytes'])}"),
         ]
