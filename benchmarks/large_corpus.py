@@ -1,20 +1,20 @@
-"""Peak resident memory and speed of encoding a large text, and of fetching batches from it.
+"""Measure the memory and the speed of encoding a large text, and of fetching batches from it.
 
-Writes a UTF-8 text of the given size into a temporary directory: mostly ASCII, with characters of
-two, three and four bytes, split by the reader's chunks at every possible offset. New processes,
-with the imports of main.py, then
+The script writes a UTF-8 text of the given size into a temporary directory. The text is mostly
+ASCII, but has characters of two, three and four bytes, which the reader's chunks split at every
+possible offset. Then new processes with the imports of main.py
 
-1. do nothing else: the memory of the imports alone,
+1. do nothing else, which shows the memory of the imports alone,
 2. encode the text with mingpt_ddp.data.prepare.prepare_all,
 3. find it in the cache, like every later start,
-4. fetch batches from it: the first, which shuffles the epoch's windows, then many.
+4. fetch batches from it: the first one, which shuffles the epoch's windows, and then many.
 
-Memory is the process's ru_maxrss, with nothing subtracted; it includes resident pages of mapped
-files, which the kernel can reclaim. The exit code is 1 if encoding takes more than the limit. Needs
-three times the text's size of disk.
+Memory is the process's ru_maxrss, with nothing subtracted. It includes resident pages of mapped
+files, which the kernel can reclaim. The exit code is 1 if encoding takes more memory than the
+limit. The script needs three times the size of the text on the disk.
 
     python benchmarks/large_corpus.py --gigabytes 2
-    # the library learns 200,000 words: 490 MB for 10 MB of text too
+    # BPE needs another limit: learning 200,000 words takes 490 MB, even for 10 MB of text
     python benchmarks/large_corpus.py --gigabytes 0.5 --tokenizer bpe --limit 1000 \\
         --out benchmarks/results/large_corpus_bpe.json
 """
@@ -31,13 +31,13 @@ from typing import Any
 
 from common import in_fresh_process, log, parser, report
 
-LIMIT = 500  # MB = 10^6 bytes
+LIMIT = 500  # MB, of 10^6 bytes
 BATCHES, BATCH, CONTEXT = 2000, 64, 256
 HEADER = ["process", "seconds", "speed", "peak resident memory, MB"]
 
 
 def write_text(path: Path, n_bytes: int) -> None:
-    """Write random words: repetitions of one block, each rotated at random."""
+    """Write random words. One block of them is repeated, each time rotated at random."""
     generator = random.Random(1)
     letters = "abcdefghijklmnopqrstuvwxyz"
     # Code points whose UTF-8 has 2, 2, 3 and 4 bytes.
@@ -61,7 +61,7 @@ def peak_mb() -> float:
 
 
 def own_mb() -> float:
-    """Return the anonymous resident memory; 0 if /proc lacks it."""
+    """Return the anonymous resident memory of this process, or 0 if /proc does not show it."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -152,7 +152,10 @@ def main() -> None:
         "--tokenizer", default="char", help="char, byte or bpe (default: %(default)s)"
     )
     options.add_argument(
-        "--limit", type=float, default=LIMIT, help="MB while encoding (default: %(default)s)"
+        "--limit",
+        type=float,
+        default=LIMIT,
+        help="largest memory while encoding, in MB (default: %(default)s)",
     )
     options.add_argument(
         "--scratch", type=Path, help="parent of the temporary directory (default: the system's)"

@@ -1,4 +1,7 @@
-"""A roofline for a step of `gpt` with AdamW in fp32: its least work, this machine's peak rates."""
+"""Compute a roofline for a step of `gpt` with AdamW in fp32.
+
+It follows from the least work that a step needs and from the peak rates of this machine.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from mingpt_ddp.models import count_parameters
 from mingpt_ddp.models.gpt import GPT
 
 HEAD, CHARACTERS = 32, 65  # width of an attention head; distinct characters of the text
-BLOCK = 1 << 26  # bytes to copy: larger than the caches
+COPY_BYTES = 1 << 26  # size of the copy that measures the memory's rate; larger than the caches
 
 
 @dataclass(frozen=True)
@@ -31,34 +34,46 @@ class Point:
 
 @dataclass(frozen=True)
 class Machine:
-    """Peak rates of the machine."""
+    """The peak rates of a machine.
 
-    flops_per_s: float  # of one core
+    Attributes:
+        flops_per_s: FLOP/s of one core.
+        bytes_per_s: Rate of copying memory, where reads and writes both count.
+        imports_mb: Resident memory of a process with the imports of a run.
+    """
+
+    flops_per_s: float
     bytes_per_s: float
-    imports_mb: float  # resident memory of a process that has imported what a run imports
+    imports_mb: float
 
     def or_better(self, other: Machine) -> Machine:
-        """Return the best of two measurements: other load only lowers the rates."""
+        """Combine two measurements. Take the better values: other load only lowers the rates."""
         rates = max(self.flops_per_s, other.flops_per_s), max(self.bytes_per_s, other.bytes_per_s)
         return Machine(*rates, min(self.imports_mb, other.imports_mb))
 
 
 @dataclass(frozen=True)
 class Needed:
-    """Least work of a step on one rank."""
+    """The least work of a step on one rank.
+
+    Attributes:
+        flops: Number of floating-point operations.
+        traffic: Bytes that are read and written.
+        held: Bytes that are held in memory.
+    """
 
     flops: float
-    traffic: float  # bytes
-    held: float  # bytes
+    traffic: float
+    held: float
 
 
 def needed(point: Point) -> Needed:
-    """Return the least work of the rank with the most sequences.
+    """Compute the least work of the rank with the most sequences.
 
-    The backward pass needs at least the inputs of the matrices and of the attention: 10 numbers per
-    character, layer and channel. The weights are read forward and backward and their gradients
-    written; clipping reads those, AdamW reads weights, gradients and two moments and writes all but
-    the gradients.
+    The backward pass needs at least the inputs of the matrices and of the attention, which are 10
+    numbers per character, layer and channel. The forward and the backward pass read the weights,
+    and the gradients are written. Clipping reads the gradients. AdamW reads the weights, the
+    gradients and two moments, and writes the weights and the moments.
     """
     config = GPTConfig(
         name="gpt",
@@ -79,9 +94,9 @@ def needed(point: Point) -> Needed:
 
 
 def limits(point: Point, machine: Machine) -> dict[str, float]:
-    """Return the least time of a step in ms, and the least memory of all ranks in MB."""
+    """Compute the least time of a step in ms, and the least memory of all ranks in MB."""
     least = needed(point)
-    processes = point.ranks + (point.ranks > 1)  # plus the launcher
+    processes = point.ranks + (point.ranks > 1)  # several ranks also have a launcher
     return {
         "flops_ms": 1e3 * least.flops / machine.flops_per_s,
         "bytes_ms": 1e3 * least.traffic / machine.bytes_per_s,
@@ -90,11 +105,11 @@ def limits(point: Point, machine: Machine) -> dict[str, float]:
 
 
 def memory_rate(device: torch.device) -> float:
-    """Return the bytes per second of a copy, reads and writes counted."""
-    source = torch.ones(BLOCK, dtype=torch.uint8, device=device)
+    """Measure the bytes per second of a copy, where reads and writes both count."""
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     names = {"source": source, "target": target, "torch": torch}
-    return 2 * BLOCK / fastest("target.copy_(source)", names)
+    return 2 * COPY_BYTES / fastest("target.copy_(source)", names)
 
 
 def measured_rates() -> tuple[float, float]:
@@ -104,6 +119,7 @@ def measured_rates() -> tuple[float, float]:
 
 
 def describe() -> Machine:
+    """Measure the peak rates of this machine, and the memory of the imports."""
     script = (
         "import mingpt_ddp.training.run, resource; "
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"

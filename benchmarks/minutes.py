@@ -53,17 +53,23 @@ WAYS = {
 
 
 class Taken(NamedTuple):
-    """How long a run took, and its steps."""
+    """The duration of a run and of its steps.
+
+    Attributes:
+        minutes: Duration of the run in minutes.
+        by_first_steps: Minutes that the run would have taken if its first steps had fixed the
+            number of steps.
+        fifths: Milliseconds per step in each fifth of the steps.
+    """
 
     minutes: float
-    # Minutes it would have taken if the first steps had fixed its number of steps.
     by_first_steps: float
-    fifths: list[float]  # milliseconds per step in each fifth of the steps
+    fifths: list[float]
 
 
 @contextlib.contextmanager
 def busy_loops(after_s: float) -> Iterator[None]:
-    """Keep all cores busy in this context, from `after_s` seconds after its begin to its end."""
+    """Keep all cores busy in this context, from `after_s` seconds after its start to its end."""
     loops: list[subprocess.Popen[bytes]] = []
     has_ended = threading.Event()
 
@@ -85,7 +91,7 @@ def busy_loops(after_s: float) -> Iterator[None]:
 
 
 def measured(directory: Path, limit: float) -> Taken:
-    """Read from the files of a run how long it took.
+    """Read the duration of a run from its files.
 
     Args:
         directory: The run directory.
@@ -96,7 +102,7 @@ def measured(directory: Path, limit: float) -> Taken:
     fifths = [fmean(step_ms[len(step_ms) * i // 5 : len(step_ms) * (i + 1) // 5]) for i in range(5)]
     steps = int(60e3 * limit / fmean(step_ms[FIRST]))
     # The earlier number of steps may be larger than the run's. The run has no times for the steps
-    # beyond its end, so they are assumed to take as long as those of its last fifth.
+    # beyond its end, so they are assumed to take as long as the steps of its last fifth.
     missing = max(0, steps - len(step_ms))
     by_first_steps = (sum(step_ms[:steps]) + missing * fifths[-1]) / 60e3
     minutes = float(json.loads((directory / "result.json").read_text())["minutes"])
@@ -107,7 +113,10 @@ def run_for(minutes: float, busy_after_s: float | None, cwd: Path, threads: int)
     """Train for some minutes.
 
     Args:
-        busy_after_s: Seconds after which the busy loops begin. None if there are none.
+        minutes: The value of trainer.max_minutes.
+        busy_after_s: Seconds after which the busy loops begin. None runs no loops.
+        cwd: Working directory.
+        threads: Number of threads of the run.
     """
     with tempfile.TemporaryDirectory(dir=cwd) as root:
         data = [f"data.path={corpus_path()}", f"data.cache_dir={cwd / 'cache'}"]
@@ -139,11 +148,17 @@ def main() -> None:
         "--minutes", type=float, default=0.5, help="trainer.max_minutes (default: %(default)s)"
     )
     options.add_argument(
-        "--repetitions", type=int, default=5, help="of each way (default: %(default)s)"
+        "--repetitions", type=int, default=5, help="runs in each condition (default: %(default)s)"
     )
-    options.add_argument("--threads", type=int, default=1, help="of a run (default: %(default)s)")
     options.add_argument(
-        "--ways", nargs="+", choices=WAYS, default=list(WAYS), help="(default: all)"
+        "--threads", type=int, default=1, help="number of threads of a run (default: %(default)s)"
+    )
+    options.add_argument(
+        "--ways",
+        nargs="+",
+        choices=WAYS,
+        default=list(WAYS),
+        help="conditions to measure (default: all)",
     )
     chosen = options.parse_args()
     load = os.getloadavg()[0]

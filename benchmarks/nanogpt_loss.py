@@ -1,8 +1,8 @@
-"""Print the loss of a nanoGPT checkpoint over the whole validation text, computed as ours is.
+"""Print the loss of a nanoGPT checkpoint over the whole validation text, computed like ours.
 
-Windows are contiguous, every character but the first is predicted exactly once, the mean is over
-characters. `time_to_loss.py` runs it in nanoGPT's directory, with its model.py and data; prints one
-JSON object.
+Windows are contiguous. Every character but the first is predicted exactly once, and the mean is
+over characters. `time_to_loss.py` runs this script in nanoGPT's directory, with its model.py and
+its data. The output is one JSON object.
 
     python nanogpt_loss.py out-shakespeare-char/ckpt.pt
 """
@@ -17,12 +17,12 @@ import torch
 sys.path.insert(0, str(Path.cwd()))
 from model import GPT, GPTConfig
 
-ROWS = 64  # windows in a batch
+ROWS = 64  # number of windows in a batch
 
 
 @torch.no_grad()
 def whole_loss(model: GPT, text: torch.Tensor, T: int) -> float:
-    n = len(text) - 1  # characters with a predecessor
+    n = len(text) - 1  # number of characters that have a predecessor
     whole = n // T * T
     parts = [(start, min(start + ROWS * T, whole), T) for start in range(0, whole, ROWS * T)]
     parts += [(whole, n, n - whole)] * (n > whole)

@@ -1,13 +1,13 @@
-"""The validation loss of the CPU recipes over several seeds.
+"""Measure the validation loss of the CPU recipes over several seeds.
 
-Each seed is one run of the user command, on two ranks with one thread each, in its own directory:
+Each seed is one run of the user's command, on two ranks with one thread each, in its own directory:
 
     torchrun --standalone --nproc_per_node=2 main.py experiment=NAME run.seed=SEED
 
-The figure is the loss of its result.json in nats per character, whatever the tokens are: over the
-whole validation split, at the end. The exit code is 1 if the mean over the seeds is above the
-experiment's limit. Recipes are tuned on a part of the training text, with other seeds. The ensemble
-of the seeds, of experiments in ENSEMBLE_LIMITS, has its own limit.
+The figure is the loss in its result.json, over the whole validation split at the end. It is
+converted to nats per character, for any tokenizer. The exit code is 1 if the mean over the seeds is
+above the experiment's limit. Recipes were tuned on a part of the training text, with other seeds.
+For experiments in ENSEMBLE_LIMITS, the ensemble of all seeds has a limit of its own.
 
     MINGPT_SHAKESPEARE=input.txt python benchmarks/recipe.py
 """
@@ -26,13 +26,14 @@ from typing import Any
 from common import ROOT, corpus_path, environment, log, nats_per_character, parser, report
 
 RANKS = 2
-LIMITS = {  # nats per character
+# Limits of the mean loss in nats per character.
+LIMITS = {
     "shakespeare_char_cpu": 1.92,
     "shakespeare_char_cpu_fast": 1.88,
     "shakespeare_char_cpu_long": 1.50,
     "shakespeare_bpe_cpu": 1.50,
 }
-# Of the loss of the seeds' mean probabilities.
+# Limits of the ensemble's loss, which is computed from the mean of the seeds' probabilities.
 ENSEMBLE_LIMITS = {"shakespeare_char_cpu_long": 1.47, "shakespeare_bpe_cpu": 1.47}
 HEADER = [
     "experiment",
@@ -45,7 +46,7 @@ HEADER = [
 
 
 def train(experiment: str, seed: int, root: Path) -> dict[str, Any]:
-    """Train to the end; return result.json."""
+    """Train to the end, and return the values of result.json."""
     name = f"{experiment}-{seed}"
     overrides = [
         f"experiment={experiment}",
@@ -85,7 +86,7 @@ def train(experiment: str, seed: int, root: Path) -> dict[str, Any]:
 
 
 def ensemble_loss(experiment: str, seeds: range, root: Path) -> float:
-    """Return the loss of the mean of the seeds' probabilities, over the whole validation split."""
+    """Compute the loss of the seeds' mean probabilities, over the whole validation split."""
     import numpy as np
     import torch
 
@@ -104,7 +105,8 @@ def ensemble_loss(experiment: str, seeds: range, root: Path) -> float:
             logs = torch.stack([run.model(x).log_softmax(dim=-1) for run in runs])
             mean = logs.logsumexp(dim=0) - math.log(len(runs))  # (B, T, V)
             nats -= float(mean.gather(-1, y[..., None]).double().sum())
-    loss = nats / len(tokenizer.decode(validation[1:].tolist()))  # the first is no target
+    # The first token is not a target, so its characters do not count.
+    loss = nats / len(tokenizer.decode(validation[1:].tolist()))
     log(f"{experiment}, ensemble of {len(runs)} seeds: validation loss {loss:.4f}")
     return loss
 
@@ -116,10 +118,10 @@ def main() -> None:
         "--seeds",
         type=int,
         default=5,
-        help="how many (default: %(default)s)",
+        help="number of seeds (default: %(default)s)",
     )
     options.add_argument(
-        "--first-seed", type=int, default=101, help="later ones follow (default: %(default)s)"
+        "--first-seed", type=int, default=101, help="first of the seeds (default: %(default)s)"
     )
     options.add_argument(
         "--root", type=Path, help="keep the runs in this directory (default: a temporary one)"

@@ -1,8 +1,9 @@
-"""CPU seconds of `report` of 1,000 jobs, and of `report compare` of 500 settings.
+"""Measure the CPU time of `report` for 1,000 jobs, and of `report compare` for 500 settings.
 
-It writes the files of 1,000 complete jobs that differ in three keys, and of 500 learning rates with
-three seeds each: the whole configuration, 200 lines of metrics.jsonl, a result. Each repetition
-runs the commands in new processes, and those of another checkout, if given, in turn.
+The script writes the files of 1,000 complete jobs that differ in three keys, and of 500 learning
+rates with three seeds each. A job has a whole configuration, 200 lines of metrics.jsonl and a
+result. Each repetition runs the commands in new processes. If another checkout is given, its
+commands and ours alternate.
 
     python benchmarks/report_speed.py [--other DIR]
 """
@@ -30,7 +31,13 @@ HEADER = ["what", "checkout", "CPU seconds", "seconds"]
 
 
 def write_run(directory: Path, config: Mapping[str, Any], values: dict[str, Any]) -> None:
-    """Write a complete run with these values of the configuration, by dotted key."""
+    """Write the files of a complete run.
+
+    Args:
+        directory: Directory of the run.
+        config: The configuration.
+        values: Values that replace those of the configuration, by dotted key.
+    """
     copy = {group: dict(keys) for group, keys in config.items()}
     for key, value in values.items():
         group, _, name = key.partition(".")
@@ -51,7 +58,7 @@ def write_run(directory: Path, config: Mapping[str, Any], values: dict[str, Any]
 
 
 def write_runs(root: Path) -> None:
-    """Write the jobs of both questions."""
+    """Write the runs for `report` and for `report compare`."""
     config = compose_config().to_dict()
     for number in range(JOBS):
         values = {"optimizer.lr": 1e-4 * 1.005**number, "model.n_layer": 1 + number % 4}

@@ -1,28 +1,29 @@
-"""How often the statistics of a report are right, on losses of real runs.
+"""Measure how often the statistics of a report are right, on losses of real runs.
 
-It trains two recipes, which differ in the learning rate, with 40 seeds each, and draws from their
-final validation losses 4,000 times:
+The script trains two recipes, which differ in the learning rate, with 40 seeds each. It draws sets
+of their final validation losses 4,000 times, to answer these questions:
 
-* One recipe against itself, two sets of seeds without a common one: `report compare` should call
-  them different in 5% of the draws. The variance of the difference of two such means is that of
-  draws from an unlimited population, so that the size of the pool does not matter. Of paired tests
-  the pairs are drawn at random.
-* Two, four and twenty sets of seeds of one recipe: the share of draws in which any comparison of
-  the best with another claims a difference, corrected as the command does it, and not corrected.
-* The 95% interval of a mean should cover the true mean in 95% of the draws. These are drawn with
-  replacement: then the pool is the whole population, and its mean the true one.
-* A difference of two standard deviations should be found as often as the noncentral t distribution
-  says, with five seeds each: one set is shifted by that much.
-* The same seeds of both recipes, five at a time: the width of the paired interval over that of
-  Welch's, and how often each finds the difference of the recipes.
-* Two settings with unequal seeds: 5 against 3, 6 against 3, and 6 against 6 of which each is
-  missing with a probability of 30%. Losses are normally distributed, with a part that a seed has in
-  both settings. Without a difference, `report compare` should give a verdict in at most 5% of the
-  draws. With a difference of one standard deviation of the pairs, at most 0.2% of the draws should
-  have a verdict with the wrong sign, and the interval should cover the difference in 95%.
+* How often does `report compare` call a recipe different from itself? Two sets of seeds of one
+  recipe have no seed in common. It should be 5% of the draws. The variance of the difference of two
+  such means is the same as for draws from an unlimited population, so the size of the pool does not
+  matter. For paired tests, the pairs are drawn at random.
+* How often does any comparison of the best of two, four or twenty sets of one recipe claim a
+  difference? This is measured with the correction that the command makes, and without it.
+* How often does the 95% interval of a mean cover the true mean? It should be 95% of the draws. They
+  are drawn with replacement, so the pool is the whole population, and its mean is the true one.
+* How often is a difference of two standard deviations found, with five seeds each? One set is
+  shifted by this much. It should be as often as the noncentral t distribution says.
+* How much narrower is the paired interval than Welch's, and how often does each find the difference
+  between the recipes? Both get the same five seeds of the two recipes.
+* How often is a verdict on two settings with unequal seeds wrong? There are 5 seeds against 3, 6
+  against 3, and 6 against 6, each of which is missing with a probability of 30%. Losses are
+  normally distributed, and part of a loss depends only on the seed. Without a difference, `report
+  compare` should give a verdict in at most 5% of the draws. With a difference of one standard
+  deviation of the pairs, at most 0.2% of the draws should have a verdict with the wrong sign, and
+  the interval should cover the difference in 95%.
 
-The draws share one pool, so that its own shape remains: a pool that is not normally distributed,
-as most are not, moves the shares. 4,000 draws alone move a share of 5% by a third of a percent.
+All draws share one pool, whose shape affects the results. Most pools are not normally distributed,
+which shifts the shares. With 4,000 draws, a share of 5% also varies by a third of a percent.
 
     python benchmarks/report_statistics.py
 """
@@ -57,18 +58,19 @@ RUN = (
     "snapshot.every_steps=null"
 )
 HEADER = ["question", "theory", "measured"]
-SHIFT = 2.0  # standard deviations
-UNEQUAL = {  # seeds of two settings, and how often each is missing
+SHIFT = 2.0  # the difference to find, in standard deviations
+# The numbers of seeds of two settings, and the probability that a seed is missing.
+UNEQUAL = {
     "3 against 3 seeds": (3, 3, 0.0),
     "5 against 3 seeds": (5, 3, 0.0),
     "6 against 3 seeds": (6, 3, 0.0),
     "6 against 6 seeds, 30% missing": (6, 6, 0.3),
 }
-SPREAD = 0.05  # standard deviation of the differences of pairs
+SPREAD = 0.05  # standard deviation of the differences between paired losses
 
 
 def train(root: Path) -> Path:
-    """Train all seeds of both recipes in one process; return the directory of the sweep."""
+    """Train all seeds of both recipes in one process, and return the directory of the sweep."""
     sweep = [f"optimizer.lr={','.join(map(str, LRS))}", f"run.seed=range(0,{SEEDS})"]
     words = ["-m", "run.name=seeds", *RUN.split(), *sweep]
     wall, _ = timed([sys.executable, str(ROOT / "main.py"), *words], root)
@@ -77,7 +79,7 @@ def train(root: Path) -> Path:
 
 
 def losses(directory: Path) -> dict[float, dict[str, float]]:
-    """Return the final losses by learning rate and seed."""
+    """Read the final losses of a sweep, by learning rate and seed."""
     found: dict[float, dict[str, float]] = {}
     for job in read_jobs([directory]):
         assert job.objective is not None, job.name
@@ -87,7 +89,7 @@ def losses(directory: Path) -> dict[float, dict[str, float]]:
 
 
 def skewness(values: Sequence[float]) -> float:
-    """Return the third standardized moment, 0 for a normal distribution."""
+    """Compute the third standardized moment, which is 0 for a normal distribution."""
     mean = statistics.fmean(values)
     return (
         statistics.fmean((value - mean) ** 3 for value in values) / statistics.pstdev(values) ** 3
@@ -95,14 +97,14 @@ def skewness(values: Sequence[float]) -> float:
 
 
 def numbered(values: Sequence[float], first: int = 0) -> dict[str, float]:
-    """Give values the names of seeds; sets with the same `first` are paired."""
+    """Number values as if by seeds. Two sets with the same `first` are paired."""
     return {str(first + number): value for number, value in enumerate(values)}
 
 
 def two_sets(
     pool: list[float], n: int, paired: bool, rng: random.Random
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Draw two sets of n from a pool without a common element."""
+    """Draw two sets of n values from a pool. No value is in both sets."""
     drawn = rng.sample(pool, 2 * n)
     return numbered(drawn[:n]), numbered(drawn[n:], first=0 if paired else n)
 
@@ -116,7 +118,7 @@ def false_claims(pool: list[float], n: int, paired: bool, draws: int, rng: rando
 
 
 def coverage(pool: list[float], n: int, draws: int, rng: random.Random) -> float:
-    """Return how often the interval of n draws with replacement covers the mean of the pool."""
+    """Measure how often the interval of n draws with replacement covers the mean of the pool."""
     truth = statistics.fmean(pool)
 
     def covers() -> bool:
@@ -130,7 +132,7 @@ def coverage(pool: list[float], n: int, draws: int, rng: random.Random) -> float
 def found_shifts(
     pool: list[float], n: int, paired: bool, draws: int, rng: random.Random
 ) -> tuple[float, float]:
-    """Return how often a shift of SHIFT deviations is found: in theory, and measured."""
+    """Compute how often a shift of SHIFT deviations is found, in theory and as measured."""
     deviation = statistics.stdev(pool)
 
     def finds() -> bool:
@@ -145,7 +147,7 @@ def found_shifts(
 
 
 def setting(label: str, values: dict[str, float]) -> Setting:
-    """Return a setting of complete jobs with these losses by seed."""
+    """Make a setting of complete jobs with these losses, by seed."""
     jobs = []
     for seed, loss in values.items():
         config: dict[str, Any] = {"run.seed": seed}
@@ -160,9 +162,12 @@ def setting(label: str, values: dict[str, float]) -> Setting:
 def claims_of_the_best(
     pool: list[float], n: int, settings: int, draws: int, rng: random.Random
 ) -> tuple[float, float]:
-    """Return how often the best of equal settings is claimed to be better: corrected or not.
+    """Measure how often the best of equal settings is claimed to be better.
 
-    With more settings than the pool has runs for, they are drawn with replacement.
+    If the pool has too few runs for all settings, runs are drawn with replacement.
+
+    Returns:
+        The share of draws with such a claim, with the correction and without it.
     """
     corrected = plain = 0
     for _ in range(draws):
@@ -179,14 +184,16 @@ def claims_of_the_best(
 def unequal_seeds(
     seeds: tuple[int, int, float], difference: float, draws: int
 ) -> tuple[float, float, float]:
-    """Compare two settings with unequal seeds; the second is worse by a true difference.
+    """Compare two settings with unequal seeds, of which the second is worse by a true difference.
 
     Args:
-        seeds: The number of seeds of each setting, and how often each is missing.
+        seeds: The number of seeds of each setting, and the probability that a seed is missing.
+        difference: The true difference.
+        draws: The number of draws.
 
     Returns:
-        The shares of verdicts, and of verdicts with the wrong sign, among all draws; and how often
-        the interval covers the true difference, among the tests.
+        Three shares: the draws with a verdict, the draws with a verdict of the wrong sign, and the
+        tests whose interval covers the true difference.
     """
     rng = np.random.default_rng(1)
     *counts, missing = seeds
@@ -219,7 +226,7 @@ def unequal_seeds(
 def pairing(
     one: dict[str, float], other: dict[str, float], n: int, draws: int, rng: random.Random
 ) -> dict[str, float]:
-    """Compare paired and Welch's tests on n common seeds of two recipes."""
+    """Compare the paired test with Welch's on n common seeds of two recipes."""
     widths = []
     paired_finds = welch_finds = 0
     for _ in range(draws):
@@ -240,7 +247,7 @@ def pairing(
 
 
 def measure(pools: dict[float, dict[str, float]], draws: int) -> tuple[list[list[str]], Any]:
-    """Return the rows of the table, and the figures."""
+    """Answer all questions, and return the rows of the table and the figures."""
     rng = random.Random(1)
     rows: list[list[str]] = []
     figures: dict[str, float] = {}
@@ -287,11 +294,15 @@ def measure(pools: dict[float, dict[str, float]], draws: int) -> tuple[list[list
 
 def main() -> None:
     options = parser(__doc__, "report_statistics")
-    options.add_argument("--runs", type=Path, help="an earlier sweep of this script, not trained")
     options.add_argument(
-        "--losses", type=Path, help="an earlier result of this script, not trained"
+        "--runs", type=Path, help="use the runs of an earlier sweep of this script"
     )
-    options.add_argument("--draws", type=int, default=4000, help="(default: %(default)s)")
+    options.add_argument(
+        "--losses", type=Path, help="use the losses in an earlier result of this script"
+    )
+    options.add_argument(
+        "--draws", type=int, default=4000, help="number of draws (default: %(default)s)"
+    )
     chosen = options.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         if chosen.losses:

@@ -1,17 +1,18 @@
-"""Check that this checkout trains to the same bits as another one of the project.
+"""Check that this checkout trains to the same bits as another checkout of the project.
 
-Run it before and after a change of the code, to show that every strategy, precision and anomaly
-policy, and a killed run, have kept their bits. `python -m mingpt_ddp versions ...
-require=same_bits` checks one configuration; `versions.py` compares the speed.
+Compare the checkouts before and after a change of the code, to show that every strategy, precision
+and anomaly policy has kept its bits, and that killed runs have too. `python -m mingpt_ddp versions
+... require=same_bits` checks one configuration, and `versions.py` compares the speed.
 
-Both train short runs of tiny models in the same Python environment, with one thread per rank. Of
-each run the script compares, bit by bit:
+Both checkouts train short runs of tiny models in the same Python environment, with one thread per
+rank. For each run the script compares, bit by bit:
 
-model, optimizer, ema   the tensors of the last snapshot; pieces of shards are joined first
+model, optimizer, ema   the tensors of the last snapshot, after the pieces of shards are joined
 state                   losses, loss scale and skipped steps in its state.json, without clocks
 losses                  losses and gradient norms in metrics.jsonl
 
-The exit code is 1 if any differs, or if a run lacked the fault or the skipped steps that it is for.
+The exit code is 1 if any bit differs. It is also 1 if the event that a run is meant to test did not
+happen, such as a fault or a skipped step.
 
     MINGPT_SHAKESPEARE=input.txt python benchmarks/same_weights.py --other REVISION
 """
@@ -39,13 +40,14 @@ from mingpt_ddp.metrics.jsonl import MetricsHistory, read_history
 TEXT = ["data.truncate=0.1", "data.block_size=32", "trainer.batch_size=12"]
 GPT = [*TEXT, "model=gpt_nano", "model.dropout=0.1"]
 MUON = [*TEXT, "model=modern_nano", "optimizer=muon"]
-# Three micro-batches: on two ranks the second has one less, and a sharded strategy pads.
+# Three micro-batches. On two ranks, the second rank has one less, and a sharded strategy pads.
 ODD = ["trainer.micro_batch_size=4"]
 # Five micro-batches.
 FIVE = ["trainer.batch_size=15", "trainer.micro_batch_size=3"]
-# The rate is too low to learn: the loss stays about its average, and some batches are above it.
+# The learning rate is too low to learn. The loss stays near its average, and some batches exceed
+# it.
 SPIKES = ["trainer.spike_factor=1.0005", "optimizer.lr=1e-5", "optimizer.warmup_steps=0"]
-# The rate is so high that gradients overflow in 16 bits.
+# The learning rate is so high that gradients overflow in 16 bits.
 OVERFLOWS = ["trainer.precision=fp16", "optimizer.lr=0.5", "optimizer.warmup_steps=0"]
 COMMON = [
     *QUIET,
@@ -55,7 +57,7 @@ COMMON = [
     "snapshot.every_steps=5",
 ]
 LOSSES = ("train_loss", "grad_norm", "val_")  # prefixes of keys in metrics.jsonl
-# In state.json.
+# Fields of state.json that depend on the clock or are random.
 CLOCKS = (
     "wall_seconds",
     "stall_seconds",
@@ -67,25 +69,45 @@ CLOCKS = (
     "timed_seconds",
     "block_paces",
 )
-# In state.json, of later or of earlier versions alone.
+# Fields of state.json that only later or only earlier versions write.
 NOT_IN_ALL = ("train_metrics", "timed_steps", "step_seconds", "paced_at", "failures")
 PARTS = ("model", "optimizer", "ema", "state", "losses")
 
 
 @dataclass(frozen=True)
 class Case:
+    """A run to compare.
+
+    Attributes:
+        overrides: Overrides of the run.
+        ranks: Number of ranks.
+        example: Folder in examples/ that has the presets of the run, or "". Earlier checkouts have
+            them in conf/.
+        has_text: True if the run trains on the text.
+        kill_at: Step at which the run gets SIGKILL. The same command then runs again. None does
+            not kill the run.
+        event: Event that must happen in the run, or None.
+    """
+
     overrides: list[str]
     ranks: int = 1
-    example: str = ""  # its presets, which earlier checkouts have in conf/
+    example: str = ""
     has_text: bool = True
-    kill_at: int | None = None  # a step; SIGKILL, then the same command again
-    event: str | None = None  # what must happen in the run
+    kill_at: int | None = None
+    event: str | None = None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    digests: dict[str, str]  # SHA-256 by part
-    events: dict[str, int]  # how often each happened
+    """The result of a run.
+
+    Attributes:
+        digests: SHA-256 of each part.
+        events: Number of times that each event happened.
+    """
+
+    digests: dict[str, str]
+    events: dict[str, int]
 
 
 def canonical(micro_batches: int, ranks: int) -> Case:
@@ -139,7 +161,7 @@ CASES = {
 
 
 def train(name: str, case: Case, checkout: Checkout) -> Outcome:
-    """Train a case to its end and digest what it left; exit if its event did not happen."""
+    """Train a case to its end, and hash its results. Exit if its event did not happen."""
     run = checkout.scratch / "outputs" / name
     presets = checkout.home / "examples" / case.example
     command = [
@@ -161,7 +183,7 @@ def train(name: str, case: Case, checkout: Checkout) -> Outcome:
     checkout.finish(process)
     outcome = read_outcome(run)
     if case.event is not None and not outcome.events[case.event]:
-        sys.exit(f"{checkout.home}: {name} is for {case.event}, and had none")
+        sys.exit(f"{checkout.home}: {name} is meant to test {case.event}, but had none")
     return outcome
 
 
@@ -170,7 +192,7 @@ def can_resume(run: Path, step: int) -> bool:
 
 
 def read_outcome(run: Path) -> Outcome:
-    """Return the digests of a run's last snapshot and of its losses, and its events."""
+    """Hash a run's last snapshot and its losses, and count its events."""
     snapshot = max(run.glob("snapshots/step_*/manifest.json")).parent
     state = json.loads((snapshot / "state.json").read_text())
     history = read_history(run / "metrics.jsonl")
@@ -188,13 +210,13 @@ def read_outcome(run: Path) -> Outcome:
 
 
 def losses(history: MetricsHistory) -> Iterable[dict[str, Any]]:
-    """Yield the losses and gradient norms of each record, without what depends on a clock."""
+    """Yield the losses and gradient norms of each record, without fields that depend on a clock."""
     for row in history.rows:
         yield {k: v for k, v in row.items() if k == "step" or k.startswith(LOSSES)}
 
 
 def count_events(history: MetricsHistory, state: dict[str, Any]) -> dict[str, int]:
-    """Return how often a run was resumed, rolled back, skipped a step, and lowered its scale."""
+    """Count how often a run was resumed, rolled back, skipped a step and lowered its loss scale."""
     trained = sum("train_loss" in row for row in history.rows)
     reported = state["train_state"]["step"] // state["config"]["trainer"]["log_every"]
     scale = state["scaler"].get("scale", 2.0**16)
@@ -207,17 +229,17 @@ def count_events(history: MetricsHistory, state: dict[str, Any]) -> dict[str, in
 
 
 def digest_json(value: Any) -> str:
-    """Return the SHA-256 of plain values; JSON has every bit of a number."""
+    """Compute the SHA-256 of plain values. JSON keeps every bit of a number."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def digest_tensors(files: list[Path]) -> str:
-    """Return the SHA-256 of all tensors, however they are divided among files.
+    """Compute the SHA-256 of all tensors. It does not depend on how files share the tensors.
 
     A piece is named `<tensor>@<first row>-of-<rows>`, and its rows are consecutive bytes.
 
     Raises:
-        ValueError: there is no tensor.
+        ValueError: There is no tensor.
     """
     pieces = defaultdict(list)
     for file in files:
@@ -238,7 +260,7 @@ def digest_tensors(files: list[Path]) -> str:
 
 
 def compare_parts(outcomes: dict[str, Outcome]) -> dict[str, str]:
-    """Return for each part whether both checkouts have the same bits; a dash if neither has it."""
+    """Compare the bits of each part. The verdict is a dash if neither checkout has the part."""
     verdicts = {}
     for part in PARTS:
         found = {outcome.digests.get(part) for outcome in outcomes.values()}
@@ -250,7 +272,7 @@ def compare_parts(outcomes: dict[str, Outcome]) -> dict[str, str]:
 
 
 def table_row(name: str, outcomes: dict[str, Outcome], verdicts: dict[str, str]) -> list[str]:
-    """Return the cells of a case; its events are those of this checkout."""
+    """Write the row of a case, with the events in this checkout."""
     happened = [f"{event}: {count}" for event, count in outcomes["this"].events.items() if count]
     ranks = str(CASES[name].ranks)
     return [name, ranks, ", ".join(happened) or "-", *(verdicts[part] for part in PARTS)]

@@ -1,19 +1,21 @@
-"""Characters per second that are sampled, against nanoGPT: the same shape, one thread, on the CPU.
+"""Compare the speed of sampling with nanoGPT: the same shape of model, one thread, on the CPU.
 
-6 layers, 6 heads, 384 wide, context 256, 500 new characters after a prompt of one, temperature 0.8
-and top_k 200 as in the sample.py of nanoGPT, which computes in fp32 on a CPU and samples its texts
-one after the other: its speed is that of one stream. Ours: `gpt`, the same architecture with as
-many weights, and `modern`, each in fp32, bf16 and fp16 (`precision=auto` of sample.py takes what
-mingpt_ddp/inference/decoding.py says), one stream and ten at once. The weights are random: the
-speed does not depend on them.
+The models have 6 layers, 6 heads, a width of 384 and a context of 256. They sample 500 characters
+after a prompt of one character, with temperature 0.8 and top_k 200 as in nanoGPT's sample.py.
+nanoGPT computes in fp32 on a CPU, and samples its texts one after the other, so its speed is the
+speed of one stream. Our models are `gpt`, the same architecture with as many weights, and `modern`.
+Each runs in fp32, bf16 and fp16, with one stream and with ten at once. (With `precision=auto`,
+mingpt_ddp/inference/decoding.py chooses the precision.) The weights are random, because the speed
+does not depend on them.
 
-The algorithms differ after character 256: nanoGPT recomputes the last 256 for each new one, ours
-keeps a window of 128 to 256 with a KV cache (`mingpt_ddp.inference.generate.generate`).
+The algorithms differ after character 256. nanoGPT recomputes the last 256 characters for each new
+one. We keep a window of 128 to 256 characters with a KV cache
+(`mingpt_ddp.inference.generate.generate`).
 
-Every measurement runs in a new process; the clock runs from the built model to the last character,
+Every measurement runs in a new process. The clock runs from the built model to the last character,
 after a warm-up of a few characters, and includes packing the weights. Characters per second of CPU
 time are the fairer figure if other processes compete for the cores. nanoGPT is not part of this
-project; give its checkout:
+project. Name a checkout of it:
 
     python benchmarks/sampling.py --nanogpt ~/nanoGPT
 """
@@ -43,7 +45,7 @@ HEADER = [
     "by CPU time",
 ]
 NANOGPT = "nanogpt"
-Speed = tuple[float, float]  # characters per second, and per second of CPU time
+Speed = tuple[float, float]  # characters per second of wall time and of CPU time
 
 
 def clocked(work: Callable[[], Any], characters: int) -> Speed:
@@ -53,7 +55,7 @@ def clocked(work: Callable[[], Any], characters: int) -> Speed:
 
 
 def nanogpt(checkout: Path, device: str = "cpu", characters: int = CHARACTERS) -> Speed:
-    """Sample one stream with nanoGPT; on a GPU with bf16 autocast, like its sample.py."""
+    """Sample one stream with nanoGPT. On a GPU it uses bf16 autocast, as its sample.py does."""
     sys.path.insert(0, str(checkout))
     import torch
     from model import GPT, GPTConfig
@@ -105,7 +107,7 @@ def built(name: str) -> Any:
 
 
 def readme(results: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return a row per model and number of streams, with all precisions."""
+    """Write a row for each model and number of streams, with all precisions."""
     rows: dict[str, list[str]] = {}
     for result in results:
         streams = "one stream" if result["streams"] == 1 else f"{result['streams']} streams at once"
@@ -127,7 +129,7 @@ def main() -> None:
     )
     options.add_argument("--streams", nargs="+", type=int, default=[1, 10])
     options.add_argument(
-        "--repetitions", type=int, default=5, help="of each candidate (default: %(default)s)"
+        "--repetitions", type=int, default=5, help="runs of each candidate (default: %(default)s)"
     )
     chosen = options.parse_args()
     if not (chosen.nanogpt / "model.py").is_file():

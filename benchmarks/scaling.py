@@ -1,16 +1,17 @@
-"""Time and memory of a step against layers, width, context, batch, corpus size and ranks.
+"""Measure how the time and the memory of a step grow with each size of a training run.
 
-One of them varies at a time, the others are the base: 4 layers, 128 wide, heads of 32, context 64,
-batch 12, one rank with one thread, 1.1 million characters; `gpt` with AdamW in fp32 on the CPU, as
-`main.py` trains it. The steps are timed from outside, after a warm-up. Time is CPU time of all
-ranks divided by their number, which is robust to other load; memory is the peak resident memory of
-all processes. A constant plus a power law is fitted to each series (with the theoretical exponent
-if there is one), and drawn with a lower bound for any implementation in fp32:
+The sizes are layers, width, context, batch, corpus and ranks. One of them varies, while the others
+keep their base values: 4 layers, width 128, heads of 32, context 64, batch 12, 1.1 million
+characters, and one rank with one thread. The model is `gpt` with AdamW in fp32 on the CPU, as
+`main.py` trains it. The steps are timed from outside, after a warm-up. Time is the CPU time of all
+ranks divided by their number, which is robust to other load. Memory is the peak resident memory of
+all processes. A constant plus a power law is fitted to each series, with the theoretical exponent
+if there is one. The figure shows it with a lower bound for any implementation in fp32:
 
-* time: FLOPs (6 N + 12 L C T per character) over the rate at which this machine multiplies
-  matrices, and the bytes of the weights, gradients and moments and of what the backward pass needs,
-  over the rate at which it copies memory;
-* memory: the imports, and the same bytes.
+* time: the FLOPs (6 N + 12 L C T per character) divided by the rate at which this machine
+  multiplies matrices; and the bytes of the weights, gradients, moments and the backward pass's
+  inputs, divided by the rate at which it copies memory
+* memory: the memory of the imports, and the same bytes
 
     python benchmarks/scaling.py
 """
@@ -57,7 +58,7 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "scaling",
     "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],  # one: matplotlib writes the whole list into every text
+    "font.sans-serif": ["DejaVu Sans"],  # a single font: matplotlib writes the list into every text
     "font.size": 9,
     "text.color": INK,
     "axes.labelcolor": INK,
@@ -65,14 +66,19 @@ STYLE: dict[Any, Any] = {
     "ytick.color": INK,
     "axes.edgecolor": GRID,
 }
-SPAN_S = 1.5  # target CPU time of the steps of a point
-GUESS = 5e10  # FLOP/s assumed for that
+SPAN_S = 1.5  # the timed steps of a point should take this much CPU time
+ASSUMED_FLOPS = 5e10  # FLOP/s from which their number is computed
 
 
 @dataclass(frozen=True)
 class Sweep:
+    """The values of a size, and the theoretical exponents of its laws.
+
+    An exponent of None is fitted.
+    """
+
     values: tuple[int, ...]
-    time_exponent: float | None  # None: fitted
+    time_exponent: float | None
     memory_exponent: float | None
 
 
@@ -87,7 +93,7 @@ SWEEPS = {
 
 
 def corpus_of(characters: int, scratch: Path) -> Path:
-    """Return a file of tinyshakespeare, repeated to this length."""
+    """Write tinyshakespeare to a file, repeated to this number of characters."""
     path = scratch / f"text-{characters}.txt"
     if not path.exists():
         text = corpus_path().read_text(encoding="utf-8")
@@ -97,7 +103,7 @@ def corpus_of(characters: int, scratch: Path) -> Path:
 
 def measure(point: Point, scratch: Path) -> Pace:
     flops = needed(point).flops * point.ranks
-    timed = max(4, min(200, round(SPAN_S * GUESS / flops)))
+    timed = max(4, min(200, round(SPAN_S * ASSUMED_FLOPS / flops)))
     shape = {
         "context": point.context,
         "batch": point.batch,
@@ -138,7 +144,7 @@ def run_sweep(name: str, repetitions: int, scratch: Path) -> dict[str, Any]:
 
 
 def format_law(law: dict[str, float], name: str, unit: str) -> str:
-    """Format a law as `3.1 ms + 2.2 ms x layers^1`, without terms that are 0."""
+    """Format a law, for example as `3.1 ms + 2.2 ms x layers^1`. Terms that are 0 are left out."""
     power = f" x {name}" if law["exponent"] == 1 else f" x {name}^{law['exponent']:.3g}"
     terms = [f"{law['constant']:.3g} {unit}"] * (law["constant"] > 0)
     terms += [f"{law['factor']:.3g} {unit}{power}"] * (law["factor"] > 0)
@@ -196,7 +202,7 @@ def draw(out: Path, sweeps: dict[str, Any], caption: str) -> None:
 
 
 def compact_svg(svg: str) -> str:
-    """Drop indentation and rotations by 0, round coordinates to 0.01: a third smaller."""
+    """Make an SVG a third smaller, without indentation, rotations by 0 and third decimals."""
     for pattern, instead in (
         (r"\n *", "\n"),
         (r' transform="rotate\(-0 [^"]*"', ""),
@@ -209,7 +215,7 @@ def compact_svg(svg: str) -> str:
 def panel(
     axes: Any, sweep: dict[str, Any], measured: str, law: str, floors: dict[str, tuple[str, str]]
 ) -> None:
-    """Draw the points, their law, and its lower bounds."""
+    """Draw the points of a series, their law and the lower bounds."""
     xs, fitted = sweep["values"], Law(**sweep["laws"][law])
     axes.plot(
         curve := np.geomspace(xs[0], xs[-1], 12),
@@ -244,7 +250,7 @@ def panel(
 
 
 def shares(sweep: dict[str, Any]) -> list[float]:
-    """Return the fraction of the matmul rate at each point."""
+    """Compute the share of the matmul rate that each point reaches."""
     return [
         limit["flops_ms"] / ms["median"]
         for limit, ms in zip(sweep["limits"], sweep["cpu_ms"], strict=True)
@@ -283,10 +289,13 @@ def command_line() -> argparse.Namespace:
     options = parser(__doc__, "scaling")
     options.add_argument("--sweeps", nargs="+", choices=SWEEPS, default=list(SWEEPS))
     options.add_argument(
-        "--repetitions", type=int, default=2, help="of each point (default: %(default)s)"
+        "--repetitions", type=int, default=2, help="runs of each point (default: %(default)s)"
     )
     options.add_argument(
-        "--svg", type=Path, default=ROOT / "docs" / "scaling.svg", help="default: %(default)s"
+        "--svg",
+        type=Path,
+        default=ROOT / "docs" / "scaling.svg",
+        help="file for the figure (default: %(default)s)",
     )
     return options.parse_args()
 
@@ -312,7 +321,7 @@ def main() -> None:
     report(chosen.out, results, HEADER, table(sweeps), readme(sweeps))
     draw(chosen.svg, sweeps, caption)
     if (size := chosen.svg.stat().st_size) > LIMIT_BYTES:
-        sys.exit(f"{chosen.svg} has {size / 1e3:.0f} kB, more than {LIMIT_BYTES / 1e3:.0f}")
+        sys.exit(f"{chosen.svg} has {size / 1e3:.0f} kB, more than {LIMIT_BYTES / 1e3:.0f} kB")
 
 
 if __name__ == "__main__":

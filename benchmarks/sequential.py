@@ -1,9 +1,10 @@
 """Simulate `until=decided`: how often it is wrong, how often it decides, and after how many pairs.
 
-The results are drawn from a normal distribution; nothing is trained. Each simulated comparison has
-two settings, or five of which four are compared with the first. It is wrong if at least one of its
-decisions is wrong: a decision for a difference where there is none, or for the wrong sign. Coverage
-is the share of comparisons whose intervals all hold the true difference at the end.
+The results are drawn from a normal distribution, and nothing is trained. Each simulated comparison
+has two settings, or five settings of which four are compared with the first. It is wrong if at
+least one of its decisions is wrong. A decision is wrong if it claims a difference that is not
+there, or one with the wrong sign. Coverage is the share of comparisons whose intervals all contain
+the true difference at the end.
 
 A fixed t-test, which looks once after all pairs, is shown for comparison. The last line shows how
 often a t-test is wrong if somebody looks at it after each pair and stops at the first small p.
@@ -61,7 +62,7 @@ def comparison(seed: int, effect: float, settings: int, most: int) -> tuple[list
 
 
 def fixed_test(rng: np.random.Generator, effect: float, n: int, runs: int, settings: int) -> float:
-    """Return the share of simulated comparisons after n pairs that find any difference.
+    """Measure the share of simulated comparisons after n pairs that find any difference.
 
     Args:
         runs: Number of simulations.
@@ -76,7 +77,7 @@ def fixed_test(rng: np.random.Generator, effect: float, n: int, runs: int, setti
 
 
 def looked_at(rng: np.random.Generator, most: int, runs: int) -> float:
-    """Return how often repeated t-tests find a difference that is not there.
+    """Measure how often repeated t-tests find a difference that is not there.
 
     Each simulation looks at the t-test after every pair, from the third to the last one (`most`).
     """
@@ -89,7 +90,9 @@ def looked_at(rng: np.random.Generator, most: int, runs: int) -> float:
 
 def main() -> None:
     options = parser(__doc__, "sequential")
-    options.add_argument("--runs", type=int, default=4000, help="(default: %(default)s)")
+    options.add_argument(
+        "--runs", type=int, default=4000, help="number of simulations (default: %(default)s)"
+    )
     chosen = options.parse_args()
     runs, most = chosen.runs, max(PAIRS)
     rng = np.random.default_rng(0)

@@ -1,18 +1,19 @@
-"""The cost of a snapshot of a 124M-parameter model.
+"""Measure the cost of a snapshot of a 124M-parameter model.
 
-It is the stall of training, the time until the snapshot is durable, and the restore. GPT-2 small's
-shapes (vocabulary 50,257, context 1,024) with AdamW, 1.5 GB of state, on the CPU, saved to a local
-disk. Alternating, A, B, A, B in one process:
+The cost is the stall of training, the time until the snapshot is durable, and the time to restore
+it. The model has the shapes of GPT-2 small (vocabulary 50,257, context 1,024) and trains with AdamW
+on the CPU. Its state of 1.5 GB is saved to a local disk. Two ways of saving alternate in one
+process:
 
-A. training waits for `torch.save` of the model's and the optimizer's state_dict, as nanoGPT does;
-B. the package's own SnapshotManager: training waits in `save`, runs the next forward and backward
-   pass, and waits in `wait_for_staging` before it may change the weights. The stall is the sum of
-   these two waits. Forward and backward passes are timed with and without a concurrent copy,
-   because on a CPU both compete for memory bandwidth.
+A. Training waits for `torch.save` of the model's and the optimizer's state_dict, as nanoGPT does.
+B. The package's SnapshotManager: training waits in `save`, runs the next forward and backward pass,
+   and waits in `wait_for_staging` before it may change the weights. The stall is the sum of these
+   two waits. Forward and backward passes are timed with and without a concurrent copy, because on a
+   CPU both compete for memory bandwidth.
 
-Then the time from the start of a save to the commit (staging, SHA-256, write, fsync, manifest), on
-one rank and with the tensors sharded over several, on the same disk, and the time to read, verify
-and restore.
+Then the time from the start of a save to its commit is measured (staging, SHA-256, write, fsync,
+manifest), and the time to read, verify and restore the snapshot. This is done on one rank, and with
+the tensors sharded over several ranks on the same disk.
 
     python benchmarks/snapshots.py
 """
@@ -29,16 +30,18 @@ from typing import Any
 
 from common import cell, compare, compose_config, log, parser, report, spread
 
-MICRO_BATCH, CONTEXT = 4, 256  # of the forward and backward pass that hides the copy
+# The shape of the forward and backward pass that hides the copy.
+MICRO_BATCH, CONTEXT = 4, 256
 VOCABULARY = 50_257
-# Of a restart: noticing the failure, starting the processes. A round figure, not measured here.
+# The time of a restart to notice the failure and start the processes. This is a round figure, which
+# is not measured here.
 START_S = 25
 
 
 def build(root: str, *overrides: str) -> tuple[Any, Any, Any, Any]:
-    """Return SnapshotManager, model, optimizer and runtime of this rank.
+    """Build the SnapshotManager, the model, the optimizer and the runtime of this rank.
 
-    One step has been taken, so that moments exist.
+    The optimizer takes one step, so that its moments exist.
     """
     import torch
 
@@ -81,10 +84,12 @@ def save(manager: Any, step: int, model: Any, optimizer: Any) -> None:
 
 
 def compare_stalls(root: str, repetitions: int, *overrides: str) -> dict[str, list[float]]:
-    """Return stalls and durations in seconds, by repetition.
+    """Measure stalls and durations in seconds, in each repetition.
 
     Args:
-        overrides: of the configuration, e.g. for a GPU or another size.
+        root: Directory for the snapshots.
+        repetitions: Number of repetitions.
+        overrides: Overrides of the configuration, for example for a GPU or another size.
     """
     import torch
 
@@ -106,7 +111,7 @@ def compare_stalls(root: str, repetitions: int, *overrides: str) -> dict[str, li
     }
     forward_backward()
     clock = Clock()
-    save(saver, 1, model, optimizer)  # allocates the staging buffer, once in a run
+    save(saver, 1, model, optimizer)  # the first save of a run allocates the staging buffer
     saver.wait_for_staging()
     figures["first"].append(clock.lap())
     saver.wait()
@@ -145,7 +150,11 @@ class Clock:
 
 
 def rank_main(environment: dict[str, str], root: str, repetitions: int, results: Any) -> None:
-    """Save and restore on one of several ranks; rank zero returns (durable, restore) in seconds."""
+    """Save and restore on one rank of several.
+
+    Rank zero puts the seconds of each repetition into `results`: until the snapshot is durable, and
+    to restore it.
+    """
     from mingpt_ddp.snapshots.state_dict import load_model_state, load_optimizer_state
 
     os.environ.update(environment)

@@ -1,15 +1,16 @@
-"""Time from the command to the first optimizer step, and of commands that need no torch.
+"""Measure the time from a command to its first optimizer step, and of commands without torch.
 
-The clock starts when the command does, and stops when its line `the first step was done after ...`
-arrives, which rank 0 logs after the update of the weights. CPU time is that of all processes of the
-command until then. The model is that of `experiment=shakespeare_char_cpu`; its text has been
-encoded by an earlier run, as for every start but the first. Each process has one thread.
+The clock starts with the command. It stops when its line `the first step was done after ...`
+arrives, which rank 0 logs after the update of the weights. CPU time is measured over all processes
+of the command until then. The model is the one of `experiment=shakespeare_char_cpu`. An earlier run
+has encoded its text, as for every start but the first. Each process has one thread.
 
-The floors are minimal scripts that import torch and take one step of a small model: for two ranks,
-by torchrun, it also joins a gloo group and wraps the model in DistributedDataParallel.
+For comparison, minimal scripts (floors) import torch and take one step of a small model. The script
+for two ranks is started by torchrun. It also joins a gloo group and wraps the model in
+DistributedDataParallel.
 
-Of a command that needs no torch it is the time to its end, and the CPU time of its process. The
-report and the list of snapshots are of a run of one step. The commands alternate.
+A command that does not need torch is timed to its end, with the CPU time of its process. The report
+and the list of snapshots belong to a run of one step. The commands alternate.
 
     MINGPT_SHAKESPEARE=input.txt python benchmarks/startup.py
 """
@@ -51,21 +52,23 @@ os._exit(0)
 """
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 MAIN = str(ROOT / "main.py")
+# The overrides keep the rest of the run short.
 RUN = [
     "experiment=shakespeare_char_cpu",
     "trainer.device=cpu",
     "trainer.max_steps=1",
     "data.truncate=0.05",
     "run.resume=never",
-]  # keep the rest of the run short
+]
 WAYS = {
     "`torchrun --nproc_per_node=2 main.py`": [*TORCHRUN, MAIN, *RUN],
     "`python main.py ddp.nproc_per_node=2`": [sys.executable, MAIN, "ddp.nproc_per_node=2", *RUN],
     "`python main.py`": [sys.executable, MAIN, *RUN],
 }
 FLOORS = {"floor: torchrun": (TORCHRUN, FLOOR_OF_TWO), "floor: python": ([sys.executable], FLOOR)}
-DONE = "the first step"  # prefix of the line
-WITHOUT_TORCH: dict[str, tuple[list[str], int]] = {  # and the exit code; {run}: a run directory
+DONE = "the first step"  # beginning of the log line that stops the clock
+# Commands with their exit codes. {run} stands for a run directory.
+WITHOUT_TORCH: dict[str, tuple[list[str], int]] = {
     "`main.py --help`": ([MAIN, "--help"], 0),
     "`plan --help`": (["-m", "mingpt_ddp", "plan", "--help"], 0),
     "`plan --version`": (["-m", "mingpt_ddp", "plan", "--version"], 0),
@@ -85,7 +88,7 @@ HEADER = [
 
 
 def time_to_first_step(command: list[str], cwd: Path) -> tuple[float, float]:
-    """Return wall and CPU seconds."""
+    """Measure the wall and CPU seconds of a command until its first step is done."""
     paths = {**environment(), "PYTHONPATH": str(ROOT)}
     begin = time.perf_counter()
     process = subprocess.Popen(
@@ -106,7 +109,7 @@ def time_to_first_step(command: list[str], cwd: Path) -> tuple[float, float]:
 
 
 def time_to_end(command: list[str], code: int, cwd: Path) -> tuple[float, float]:
-    """Return wall and CPU seconds of a command that exits with `code`."""
+    """Measure the wall and CPU seconds of a whole command, which must exit with `code`."""
     begin = time.perf_counter()
     process = subprocess.Popen(
         command, cwd=cwd, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -122,7 +125,7 @@ def time_to_end(command: list[str], code: int, cwd: Path) -> tuple[float, float]
 def main() -> None:
     options = parser(__doc__, "startup")
     options.add_argument(
-        "--repetitions", type=int, default=7, help="of each way (default: %(default)s)"
+        "--repetitions", type=int, default=7, help="runs of each command (default: %(default)s)"
     )
     chosen = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="startup-") as scratch:
@@ -137,7 +140,7 @@ def main() -> None:
             way: partial(time_to_first_step, command, root) for way, command in commands.items()
         }
         for measure in candidates.values():
-            measure()  # warm the disk cache, encode the text
+            measure()  # warm up the disk cache, and encode the text
         run = str(next((root / "outputs").iterdir()))
         for way, (words, code) in WITHOUT_TORCH.items():
             commands[way] = [sys.executable, *(word.format(run=run) for word in words)]

@@ -1,4 +1,4 @@
-"""Time and memory of a trainer's steps, measured from outside: it only has to log them."""
+"""Measure the time and the memory of a trainer's steps from outside, by its log lines."""
 
 from __future__ import annotations
 
@@ -15,25 +15,31 @@ from pathlib import Path
 
 from common import environment
 
-TICK = os.sysconf("SC_CLK_TCK")  # per second
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Cost of a step."""
+    """The cost of a step.
+
+    Attributes:
+        wall_s: Wall time of a step.
+        cpu_s: CPU time of a step, over all processes of the trainer.
+        peak_mb: Peak resident memory of all processes together, up to the end of the span.
+    """
 
     wall_s: float
-    cpu_s: float  # of all processes of the trainer together
-    peak_mb: float  # resident memory of all processes together, at the end of the span
+    cpu_s: float
+    peak_mb: float
 
 
 @contextlib.contextmanager
 def running(
     command: Sequence[str], cwd: Path, threads: int = 1, limit_s: float | None = None
 ) -> Iterator[tuple[subprocess.Popen[str], Iterator[str]]]:
-    """Start a trainer; yield its process and output lines.
+    """Start a trainer, and yield its process and its output lines.
 
-    Kill it at the end or after `limit_s`.
+    It is killed at the end of the context, or after `limit_s` seconds.
     """
     process = subprocess.Popen(
         command,
@@ -65,16 +71,18 @@ def pace(
 ) -> Pace:
     """Run a trainer until it has logged the last step of a span, then kill it.
 
-    The clocks are read when the log line of a step arrives, which excludes startup and warm-up
-    steps.
+    The clocks are read when the log line of a step arrives. So startup and warm-up do not count.
 
     Args:
-        pattern: matches the log line of a step; its group is the step number.
-        span: (warm-up steps, steps to time at least).
-        limit_s: seconds from the start until the trainer is killed.
+        command: The command that trains.
+        cwd: Its working directory.
+        pattern: Regular expression for the log line of a step, with a group for the step number.
+        span: Number of warm-up steps, and smallest number of steps to time.
+        threads: Number of threads of each process.
+        limit_s: Seconds from the start after which the trainer is killed. None sets no limit.
 
     Raises:
-        RuntimeError: the trainer exited early; has its last lines.
+        RuntimeError: The trainer exited early. The error shows its last lines.
     """
     warmup, timed = span
     stamps: dict[int, tuple[float, float]] = {}
@@ -100,7 +108,7 @@ def pace(
 
 def kill_tree(process: int) -> None:
     """Kill a process and its descendants."""
-    # A list first: the children of a killed process get another parent.
+    # Make a list first, because the children of a killed process get another parent.
     for member in list(process_tree(process)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(member, signal.SIGKILL)
@@ -118,29 +126,29 @@ def process_tree(process: int) -> Iterator[int]:
 
 
 def find_worker(process: int, rank: int) -> int:
-    """Return the pid of a rank among a process and its descendants: it has the rank's log open."""
+    """Find the pid of a rank among a process and its descendants. It has the rank's log open."""
     return next(pid for pid in process_tree(process) if has_open_file(pid, f"/main.rank{rank}.log"))
 
 
 def has_open_file(pid: int, name: str) -> bool:
-    """Return whether a process has a file open whose path ends with `name`."""
+    """Return True if a process has a file open whose path ends with `name`."""
     try:
         return any(os.readlink(path).endswith(name) for path in Path(f"/proc/{pid}/fd").iterdir())
-    except OSError:  # it has exited
+    except OSError:  # the process has exited
         return False
 
 
 def cpu_seconds(process: int) -> float:
-    """Return user and system time of a process; 0 if it has exited."""
+    """Return the user and system time of a process, or 0 if it has exited."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0.0
-    return (int(fields[11]) + int(fields[12])) / TICK
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
 def peak_memory_mb(process: int) -> float:
-    """Return peak resident memory in MB; 0 if the process has exited."""
+    """Return the peak resident memory of a process in MB, or 0 if it has exited."""
     try:
         found = re.search(
             r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text(), flags=re.MULTILINE

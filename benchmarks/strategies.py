@@ -1,12 +1,13 @@
-"""Final loss, time of a step and peak memory of every `ddp.strategy`.
+"""Measure the final loss, the time of a step and the peak memory of every `ddp.strategy`.
 
-The time is against ddp, the memory that of a rank in training, saving and resuming. One thread per
-rank, on the CPU. The strategies of a precision and a number of ranks alternate with ddp (on one
-rank: with `single`), one process group each; a ratio compares neighbours. `small` has 0.8M
-parameters and 60 steps; `large` has 19M and few tokens, on two ranks, so that its memory is that of
-the state; it alone is resumed. Memory is VmHWM of the rank with most. For saving and resuming it is
-what is added to the memory before; the bytes of the optimizer's state that a rank holds are there
-for comparison.
+The time is compared to ddp. The memory is measured on each rank in training, saving and resuming.
+Ranks have one thread each and run on the CPU. For each precision and number of ranks, the
+strategies alternate with ddp (on one rank, with `single`), each in its own process group. A ratio
+compares neighbouring runs. The setting `small` has 0.8M parameters and 60 steps. The setting
+`large` has 19M parameters and few tokens, on two ranks, so that most of its memory is the state.
+Only `large` is resumed. Memory is VmHWM of the rank that uses most. For saving and resuming, the
+figure is the memory that is added to the memory before. The size of the optimizer's state on a rank
+is shown for comparison.
 
     python benchmarks/strategies.py
     python benchmarks/strategies.py --settings large --repetitions 1
@@ -41,7 +42,7 @@ HEADER = [
     "saving, + MiB",
     "resuming, + MiB",
 ]
-PLAN = "MINGPT_STRATEGIES"  # environment variable with a worker's settings
+PLAN = "MINGPT_STRATEGIES"  # name of the environment variable with a worker's output directory
 STRATEGIES = {1: ["single"], 2: ["ddp", "zero1", "fsdp"]}
 STRATEGIES |= {3: STRATEGIES[2], 4: [*STRATEGIES[2], "hsdp"]}
 COMMON = [
@@ -73,7 +74,7 @@ SETTINGS = {
     "small": ([*SMALL, "optimizer.warmup_steps=5"], 60),
     "large": ([*LARGE, "optimizer.warmup_steps=2"], 4),
 }
-WARMUP = 2  # steps that are not timed
+WARMUP = 2  # number of steps that are not timed
 MIB = 2**20
 
 
@@ -84,15 +85,16 @@ def memory(field: str) -> int:
 
 
 def reset_peak() -> int:
-    """Let VmHWM start from the memory in use, which is returned."""
+    """Reset VmHWM to the memory in use, and return this memory in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return memory("VmRSS")
 
 
 def worker_main(out: Path) -> None:
-    """Run one rank: the package's train command, patched to measure.
+    """Run the package's train command on one rank, patched to measure.
 
-    Then resume for one step more.
+    Args:
+        out: Directory for the measurements.
     """
     from mingpt_ddp.cli.commands import train as launch
     from mingpt_ddp.distributed.group.process_group import ProcessGroup
@@ -156,7 +158,7 @@ def worker_main(out: Path) -> None:
 
 
 def train(words: list[str], ranks: int, scratch: Path) -> list[dict[str, Any]]:
-    """Run the ranks; return what each measured."""
+    """Run the ranks, and return the measurements of each."""
     torchrun = [
         sys.executable,
         "-m",
@@ -178,9 +180,17 @@ def train(words: list[str], ranks: int, scratch: Path) -> list[dict[str, Any]]:
 def measure(
     overrides: list[str], steps: int, ranks: int, cache: Path, resumes: bool
 ) -> dict[str, Any]:
-    """Train, then resume for one step in new processes if requested.
+    """Train a run, and measure its loss, time and memory.
 
-    Return the figures of the rank with most.
+    Args:
+        overrides: Overrides of the run.
+        steps: Number of steps.
+        ranks: Number of ranks.
+        cache: Directory for the encoded text.
+        resumes: Resume the run for one more step in new processes.
+
+    Returns:
+        The figures of the rank that has the largest value of each.
     """
     with tempfile.TemporaryDirectory(prefix="strategies-") as name:
         scratch = Path(name)
@@ -206,7 +216,7 @@ def main() -> None:
         "--ranks", nargs="+", type=int, choices=STRATEGIES, default=list(STRATEGIES)
     )
     options.add_argument(
-        "--repetitions", type=int, default=3, help="of every strategy (default: %(default)s)"
+        "--repetitions", type=int, default=3, help="runs of every strategy (default: %(default)s)"
     )
     chosen = options.parse_args()
     results, rows = [], []
@@ -234,7 +244,7 @@ def main() -> None:
                         for k in measured[0]
                         if k != "loss"
                     }
-                    losses = [each["loss"] for each in measured]  # which differ in the last digits
+                    losses = [each["loss"] for each in measured]  # they differ in the last digits
                     ratio = compare([each["step_ms"] for each in measured], base)
                     about = {
                         "setting": setting,
@@ -262,7 +272,7 @@ def main() -> None:
 
 
 def readme(results: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return a row per setting, precision and number of ranks, with each strategy's figures."""
+    """Write a row for each setting, precision and number of ranks, with all strategies."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for result in results:
         ranks = f"{result['ranks']} rank{'s' if result['ranks'] > 1 else ''}"

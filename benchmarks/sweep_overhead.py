@@ -1,10 +1,10 @@
-"""The overhead of a job of a sweep, against the same run started alone.
+"""Measure the overhead of a job of a sweep, compared to the same run started alone.
 
-The same short run with different seeds: started alone, and as the jobs of a sweep in each way of
-launching one. All processes are counted, divided by the number of jobs: wall seconds, and CPU
-seconds, which depend less on other load. The pause between two jobs lasts from the result of a job
-until the next one in its place has done its first step. A sweep whose jobs are all complete
-measures the cost of skipping a job.
+The same short run with different seeds is started alone, and as the jobs of a sweep, in each way of
+launching one. The wall seconds and the CPU seconds of all processes are divided by the number of
+jobs. CPU seconds depend less on other load. The pause between two jobs lasts from the result of a
+job until the next job in its place has done its first step. A sweep whose jobs are all complete
+shows the cost of skipping a job.
 
     python benchmarks/sweep_overhead.py
 """
@@ -38,7 +38,7 @@ TORCHRUN = [
 PYTHON = [sys.executable, str(ROOT / "main.py")]
 TWO = "sweep.parallel=2"
 FIRST_STEP = re.compile(r"^(\S+ \S+) .*the first step was done", re.MULTILINE)
-# By way: the command of a single run, the command of a sweep.
+# For each way, the command of a single run and the command of a sweep.
 WAYS = {
     "two ranks, lock-step (`torchrun main.py -m`)": (TORCHRUN, [*TORCHRUN, "-m"]),
     "two ranks, workers for each job (`ddp.nproc_per_node=2 -m`)": (
@@ -59,7 +59,7 @@ HEADER = [
 
 
 def spend(command: list[str], cwd: Path) -> tuple[float, float]:
-    """Return wall and CPU seconds of a command that trains RUN."""
+    """Measure the wall and CPU seconds of a command that trains RUN."""
     wall, cpu = timed([*command, *RUN.split()], cwd)
     return float(f"{wall:.4g}"), float(f"{cpu:.4g}")
 
@@ -82,10 +82,11 @@ def in_a_sweep(command: list[str], jobs: int) -> dict[str, float]:
 
 
 def between_jobs(directory: Path, places: int) -> float:
-    """Return the median seconds from the result of a job to the first step of the next one.
+    """Compute the median seconds from the result of a job to the first step of the next job.
 
     Args:
-        places: jobs at a time; each job takes the place of the first one to end.
+        directory: Directory of the sweep.
+        places: Number of concurrent jobs. A new job takes the place of the first one that ends.
     """
     ends = sorted(path.stat().st_mtime for path in directory.glob("*/result.json"))
     first_steps = sorted(map(first_step, directory.glob("*/main.rank0.log")))
@@ -94,7 +95,7 @@ def between_jobs(directory: Path, places: int) -> float:
 
 
 def first_step(path: Path) -> float:
-    """Return when a job had done its first step, in seconds since 1970."""
+    """Read the time at which a job had done its first step, in seconds since 1970."""
     found = FIRST_STEP.search(path.read_text())
     assert found is not None, path
     return datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S,%f").timestamp()
@@ -118,9 +119,11 @@ def readme(ways: dict[str, Any]) -> list[tuple[str, str]]:
 
 def main() -> None:
     options = parser(__doc__, "sweep_overhead")
-    options.add_argument("--jobs", type=int, default=8, help="of a sweep (default: %(default)s)")
     options.add_argument(
-        "--repetitions", type=int, default=3, help="of each pair (default: %(default)s)"
+        "--jobs", type=int, default=8, help="number of jobs of a sweep (default: %(default)s)"
+    )
+    options.add_argument(
+        "--repetitions", type=int, default=3, help="runs of each pair (default: %(default)s)"
     )
     chosen = options.parse_args()
     rows, figures = [], {}

@@ -1,10 +1,11 @@
-"""Jobs per hour of a sweep that runs two jobs at a time, one thread each.
+"""Measure the jobs per hour of a sweep with two concurrent jobs of one thread each.
 
-The same eight jobs in four ways: one after the other in one process; two at a time
-(`sweep.parallel=2`); and, as the ceiling of the machine, two plain runs at a time, and two sweeps
-of half of the jobs each, started together. The first of these loads torch for each job, the second
-once for each half. Fails if the weights of a job differ by a byte between the ways, or if two jobs
-at a time are neither 1.6 times as fast as one after the other nor 0.9 of the higher ceiling.
+The same eight jobs run in four ways: one after the other in one process, and two concurrently
+(`sweep.parallel=2`). The other two ways show the ceiling of the machine: two concurrent plain runs,
+which load torch for each job, and two concurrent sweeps of half of the jobs each, which load torch
+once for each half. The script fails if the weights of a job differ between the ways by a byte. It
+also fails if the sweep with concurrent jobs is neither 1.6 times as fast as one job after the other
+nor reaches 0.9 of the higher ceiling.
 
     python benchmarks/sweep_parallel.py
 """
@@ -47,23 +48,28 @@ HEADER = ["way", "seconds", "jobs/hour", "times the speed of one after the other
 
 @dataclass(frozen=True)
 class Measured:
-    """The jobs once, in one way."""
+    """One measurement of all jobs in one of the ways.
+
+    Attributes:
+        seconds: Time that all jobs took.
+        digests: SHA-256 of the weights of each job, by learning rate and dropout.
+    """
 
     seconds: float
-    digests: dict[tuple[float, float], str]  # SHA-256 of the weights, by learning rate and dropout
+    digests: dict[tuple[float, float], str]
 
     def __str__(self) -> str:
         return f"{self.seconds:.1f} s"
 
 
 def grid(lrs: Sequence[str], name: str, *overrides: str) -> list[str]:
-    """Return the arguments of a sweep."""
+    """Build the arguments of a sweep."""
     values = [f"optimizer.lr={','.join(lrs)}", f"model.dropout={','.join(DROPOUTS)}"]
     return ["-m", f"run.name={name}", *overrides, *values]
 
 
 def plain_runs() -> list[list[str]]:
-    """Return the arguments of each job as a run."""
+    """Build the arguments that train each job as a run of its own."""
     pairs = itertools.product(LRS, DROPOUTS)
     return [
         [f"run.name=job{number}", f"optimizer.lr={lr}", f"model.dropout={dropout}"]
@@ -71,7 +77,7 @@ def plain_runs() -> list[list[str]]:
     ]
 
 
-# By way: the arguments of its commands, of which two run at a time.
+# For each way, the arguments of its commands. Two of the commands run concurrently.
 WAYS = {
     IN_TURN: [grid(LRS, "in_turn")],
     PARALLEL: [grid(LRS, "parallel", "sweep.parallel=2")],
@@ -84,7 +90,7 @@ def run(arguments: list[str], steps: int, cwd: Path) -> None:
     """Run a command to its end.
 
     Raises:
-        RuntimeError: it failed; with the end of its output.
+        RuntimeError: The command failed. The error shows the end of its output.
     """
     command = [*PYTHON, *arguments, *RUN, f"trainer.max_steps={steps}"]
     command.append(f"data.path={corpus_path()}")
@@ -101,7 +107,7 @@ def run(arguments: list[str], steps: int, cwd: Path) -> None:
 
 
 def digests(directory: Path, steps: int) -> dict[tuple[float, float], str]:
-    """Return the SHA-256 of the weights of every run below a directory."""
+    """Hash the weights of every run below a directory, by learning rate and dropout."""
     found = {}
     for path in directory.glob(f"**/snapshots/step_{steps:08}/model.safetensors"):
         config = yaml.safe_load((path.parents[2] / "config.yaml").read_text())
@@ -120,7 +126,7 @@ def measure(commands: list[list[str]], steps: int) -> Measured:
 
 
 def count_same(measured: dict[str, list[Measured]]) -> int:
-    """Return how many of the jobs have the same weights in all ways and repetitions."""
+    """Count the jobs that have the same weights in all ways and repetitions."""
     everything = [each.digests for rounds in measured.values() for each in rounds]
     return sum(len({one.get(job) for one in everything}) == 1 for job in everything[0])
 
@@ -134,9 +140,11 @@ def readme(speedup: dict[str, Any], of_ceiling: dict[str, Any], same: int) -> li
 
 def main() -> None:
     options = parser(__doc__, "sweep_parallel")
-    options.add_argument("--steps", type=int, default=250, help="of a job (default: %(default)s)")
     options.add_argument(
-        "--repetitions", type=int, default=3, help="of each way (default: %(default)s)"
+        "--steps", type=int, default=250, help="number of steps of a job (default: %(default)s)"
+    )
+    options.add_argument(
+        "--repetitions", type=int, default=3, help="runs of each way (default: %(default)s)"
     )
     chosen = options.parse_args()
     candidates = {way: partial(measure, commands, chosen.steps) for way, commands in WAYS.items()}

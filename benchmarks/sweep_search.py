@@ -1,12 +1,13 @@
-"""Training steps and seconds until a sweep has a job near the best loss of a grid.
+"""Measure the training steps and seconds until a sweep has a job near the best loss of a grid.
 
-A grid of the learning rate and dropout, and searches of the same ranges with as many trials, at
-random and by TPE, without and with ASHA: one job at a time, one thread. Three seeds are used, for
-the draws of a search and for the order of the grid's values. A job counts when it is complete. The
-steps of pruned jobs count too. The target is a loss at most 0.5% above the grid's best. Steps are
-the same in every run on a machine, seconds are not.
+A grid over the learning rate and dropout is compared to searches of the same ranges with as many
+trials: at random and by TPE, without and with ASHA. Jobs run one after another, with one thread.
+Each of three seeds decides the draws of a search, and the order of the grid's values. A job counts
+when it is complete. The steps of pruned jobs count, too. The target is a loss at most 0.5% above
+the grid's best. The steps are the same in every run of this script on a machine, but the seconds
+are not.
 
-Draws the best loss so far against steps and seconds into docs/sweep-search.png.
+The script draws the best loss so far, over steps and seconds, into docs/sweep-search.png.
 
     python benchmarks/sweep_search.py
 """
@@ -30,7 +31,7 @@ matplotlib.use("agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-NEAR = 1.005  # times the grid's best loss
+NEAR = 1.005  # the target, in units of the grid's best loss
 LRS = ("5e-3", "1e-2", "2e-2", "4e-2", "8e-2")
 DROPOUTS = ("0", "0.05", "0.1", "0.2")
 RUN = [
@@ -52,7 +53,7 @@ SPACE = [
     f"optimizer.lr=tag(log,interval({LRS[0]},{LRS[-1]}))",
     f"model.dropout=choice({','.join(DROPOUTS)})",
 ]
-# the overrides of each way but its values; a grid has no sampler
+# The overrides of each way, without the values that it draws. A grid has no sampler.
 WAYS = {
     "grid": [],
     "random": ["sweep.sampler=random"],
@@ -74,15 +75,21 @@ HEADER = [
 
 @dataclass(frozen=True)
 class Ended:
-    """A job, when it ended."""
+    """The end of a job.
 
-    steps: int  # of all jobs until then
-    seconds: float  # since the command began
-    loss: float | None  # None: it was pruned
+    Attributes:
+        steps: Number of steps that all jobs had taken by then.
+        seconds: Seconds since the command began.
+        loss: Validation loss of the job, or None if it was pruned.
+    """
+
+    steps: int
+    seconds: float
+    loss: float | None
 
 
 def values(way: str, seed: int) -> list[str]:
-    """Return the overrides that make the jobs of a sweep."""
+    """Build the overrides that define the jobs of a sweep."""
     if way != "grid":
         jobs = len(LRS) * len(DROPOUTS)
         return [*SPACE, f"sweep.trials={jobs}", f"sweep.seed={seed}"]
@@ -93,10 +100,11 @@ def values(way: str, seed: int) -> list[str]:
 
 
 def ended_jobs(directory: Path, begun: float) -> list[Ended]:
-    """Return the jobs of a sweep in the order in which they ended.
+    """Read the ends of a sweep's jobs, in their order.
 
     Args:
-        begun: when the command did, as of time.time().
+        directory: Directory of the sweep.
+        begun: Time at which the command began, by time.time().
     """
     steps = 0
     ended = []
@@ -134,7 +142,7 @@ def best(jobs: list[Ended]) -> float:
 
 
 def first_within(jobs: list[Ended], target: float) -> int | None:
-    """Return how many jobs it took to reach the target; None: it was not reached."""
+    """Count the jobs until the target was reached. Return None if it was not."""
     for number, job in enumerate(jobs, 1):
         if job.loss is not None and job.loss <= target:
             return number
@@ -142,7 +150,7 @@ def first_within(jobs: list[Ended], target: float) -> int | None:
 
 
 def row(way: str, sweeps: list[list[Ended]], target: float) -> list[str]:
-    """Return a row of the table, with one figure for each seed."""
+    """Write a row of the table, with a figure for each seed."""
     counts = [first_within(jobs, target) for jobs in sweeps]
     hits = [jobs[n - 1] if n else None for jobs, n in zip(sweeps, counts, strict=True)]
     return [
@@ -167,7 +175,7 @@ def readme(rows: list[list[str]], jobs: int) -> list[tuple[str, str]]:
 
 
 def best_so_far(jobs: list[Ended], axis: str) -> tuple[list[float], list[float]]:
-    """Return the points at which the best loss changes, and the end."""
+    """List the points at which the best loss changes, and the end of the curve."""
     xs, losses = [], []
     lowest = math.inf
     for job in jobs:
@@ -214,12 +222,14 @@ def draw(sweeps: dict[str, list[list[Ended]]], target: float, out: Path) -> None
 
 def main() -> None:
     options = parser(__doc__, "sweep_search")
-    options.add_argument("--seeds", type=int, default=3, help="of each way (default: %(default)s)")
+    options.add_argument(
+        "--seeds", type=int, default=3, help="number of seeds (default: %(default)s)"
+    )
     options.add_argument(
         "--picture",
         type=Path,
         default=ROOT / "docs" / "sweep-search.png",
-        help="default: %(default)s",
+        help="file for the figure (default: %(default)s)",
     )
     chosen = options.parse_args()
     sweeps: dict[str, list[list[Ended]]] = {way: [] for way in WAYS}

@@ -1,17 +1,18 @@
-"""Training tokens/s against nanoGPT at the same shapes: on one core or `--cores`, or on a GPU.
+"""Compare the training speed in tokens/s with nanoGPT, at the same shapes, on a CPU or a GPU.
 
-Our candidates: `gpt`, nanoGPT's architecture and optimizer, on a CPU also in its fp32; and
-`modern`, the fast recipe (Muon, `trainer.precision=auto`: bf16 if the CPU is fast at it). nanoGPT
-computes in fp32 on a CPU: its train.py has no autocast there, regardless of --dtype. With
---device=cuda all are compiled and in bf16.
+On a CPU, one core is used, or as many as --cores says. Our candidates are `gpt`, which has
+nanoGPT's architecture and optimizer, and `modern`, the fast recipe with Muon. Both use
+`trainer.precision=auto`, which is bf16 if the CPU is fast at it. On a CPU, `gpt` is also measured
+in fp32 like nanoGPT, whose train.py has no autocast on a CPU, whatever --dtype says. With
+--device=cuda all candidates are compiled and in bf16.
 
-Each runs its user command, each time in a new process: `main.py` with its loader, clipping,
-metering and TensorBoard, and nanoGPT's own `train.py` from a temporary copy of its files. All have
-gradients clipped at 1.0, no dropout, no biases, and log every few steps. One stopwatch serves all:
-wall time and CPU time of the process when the log line of a step arrives. Startup and warm-up are
-before the first stamp; none evaluates or saves in the timed span. Tokens per second of CPU time are
-the fairer figure if other processes compete for the cores. nanoGPT is not part of this project;
-give its checkout:
+Every measurement runs the user's command in a new process: `main.py` with its loader, clipping,
+metering and TensorBoard, or nanoGPT's own `train.py` from a temporary copy of its files. All clip
+gradients at 1.0, have no dropout and no biases, and log every few steps. The same stopwatch reads
+the wall time and the CPU time of each process when the log line of a step arrives. Startup and
+warm-up come before the first reading. No candidate evaluates or saves in the timed span. Tokens per
+second of CPU time are the fairer figure if other processes compete for the cores. nanoGPT is not
+part of this project. Name a checkout of it:
 
     python benchmarks/throughput.py --nanogpt ~/nanoGPT
 """
@@ -63,7 +64,7 @@ WHAT = {
 def tokens_per_s(
     command: list[str], cwd: Path, pattern: str, setting: Setting, threads: int = 1
 ) -> tuple[int, int]:
-    """Return tokens per second of wall time and of CPU time."""
+    """Measure the tokens per second of wall time and of CPU time."""
     taken = pace(command, cwd, pattern, setting.span, threads)
     return round(setting.tokens / taken.wall_s), round(setting.tokens / taken.cpu_s)
 
@@ -75,7 +76,8 @@ def measure(
     commands = {
         name: ours(setting, text, scratch, CANDIDATES[device][name], device) for name in names
     }
-    if chosen.cores > 1:  # a process of one thread per core
+    # We use a process with one thread on each core.
+    if chosen.cores > 1:
         commands = {n: [*c, f"ddp.nproc_per_node={chosen.cores}"] for n, c in commands.items()}
     candidates = {
         name: partial(tokens_per_s, command, scratch, OURS, setting)
@@ -96,11 +98,12 @@ def measure(
 
 
 def readme(settings: dict[str, Any], device: str, cores: int) -> list[tuple[str, str]]:
-    """Return a row per shape, with all candidates."""
+    """Write a row for each shape, with all candidates."""
     clock, how = "tokens_per_s", "nanoGPT (compiled, bf16)"
     if device == "cpu":
         how = f"nanoGPT (eager, fp32), {cores} cores"
-    if device == "cpu" and cores == 1:  # CPU time would favor waiting cores
+    # With several cores, CPU time would favor a program whose cores wait.
+    if device == "cpu" and cores == 1:
         clock, how = "tokens_per_cpu_s", "nanoGPT (eager, fp32), by CPU time, one thread"
     rows = []
     for result in settings.values():
@@ -121,17 +124,26 @@ def main() -> None:
         "--nanogpt", type=Path, required=True, metavar="DIR", help="a checkout of nanoGPT"
     )
     options.add_argument(
-        "--settings", nargs="+", choices=SETTINGS, help="default: small and mid, or char and gpt2"
+        "--settings",
+        nargs="+",
+        choices=SETTINGS,
+        help="shapes to measure (default: small and mid on a CPU, char and gpt2 on a GPU)",
     )
     options.add_argument(
-        "--candidates", nargs="+", choices=WHAT, help="default: all that suit the device"
+        "--candidates",
+        nargs="+",
+        choices=WHAT,
+        help="our candidates (default: all that the device can run)",
     )
     options.add_argument("--device", choices=ON, default="cpu")
     options.add_argument(
-        "--cores", type=int, default=1, help="nanoGPT's threads, our processes (default: 1)"
+        "--cores",
+        type=int,
+        default=1,
+        help="number of nanoGPT's threads and of our processes (default: 1)",
     )
     options.add_argument(
-        "--repetitions", type=int, default=5, help="of each candidate (default: %(default)s)"
+        "--repetitions", type=int, default=5, help="runs of each candidate (default: %(default)s)"
     )
     chosen = options.parse_args()
     chosen.candidates = chosen.candidates or list(CANDIDATES[chosen.device])

@@ -1,17 +1,18 @@
-"""Wall time of the whole process to a validation loss on tinyshakespeare, against nanoGPT.
+"""Compare the time to a validation loss on tinyshakespeare with nanoGPT.
 
-nanoGPT trains as its README says for a CPU: context 64, batch 12, 4 layers, 4 heads, 128 wide,
-2,000 steps, which reach about 1.88. Ours is `experiment=shakespeare_char_cpu_fast`. The time is
-that of the whole process, including imports, evaluations and saves; ours also encodes the text,
-nanoGPT's prepare.py is not timed. Both losses are in nats per character over the whole validation
-split, each character once: ours from result.json, nanoGPT's from the checkpoint that it kept,
-evaluated afterwards by `nanogpt_loss.py`.
+nanoGPT trains as its README says for a CPU: context 64, batch 12, 4 layers, 4 heads, width 128, and
+2,000 steps, which reach a loss of about 1.88. We train `experiment=shakespeare_char_cpu_fast`. The
+time is measured over the whole process, including imports, evaluations and saves. Our time also
+includes the encoding of the text. nanoGPT's prepare.py is not timed. Both losses are in nats per
+character over the whole validation split, where each character counts once. Ours is from
+result.json. nanoGPT's is from the checkpoint that it kept, which `nanogpt_loss.py` evaluates
+afterwards.
 
-The second figure is how low ours gets in the time that nanoGPT takes:
-`experiment=shakespeare_bpe_cpu` with as many steps as fit. Its tokens are longer than characters;
-the loss is that of the same text, divided by its characters. The number of steps follows from the
-CPU times of nanoGPT's first run here and of two short runs of that experiment, or from
---long-steps.
+The second figure is the loss that we reach in the time that nanoGPT takes, with
+`experiment=shakespeare_bpe_cpu` and as many steps as fit. Its tokens are longer than characters.
+Its loss is the loss on the same text, divided by the number of characters. The number of steps is
+computed from the CPU times of nanoGPT's first run and of two short runs of this experiment, unless
+--long-steps gives it.
 
     python benchmarks/time_to_loss.py --nanogpt ~/nanoGPT
 """
@@ -47,25 +48,32 @@ from common import (
 from trainers import copy_with_data, path_overrides
 
 HEADER = ["run", "steps", "validation loss", "s", "CPU s", "times faster", "by CPU time"]
-STEPS = 2000  # nanoGPT's
+NANOGPT_STEPS = 2000
 FLAGS = "--device=cpu --compile=False --eval_iters=20 --block_size=64 --batch_size=12 --dropout=0.0"
 SHAPE = "--n_layer=4 --n_head=4 --n_embd=128 --log_interval=1"
-PROBES = (40, 160)  # steps of the two short runs
-SHARE = 0.98  # of the budget to plan for, as a margin
+PROBES = (40, 160)  # numbers of steps of the two short runs
+SHARE = 0.98  # plan for this share of the time budget; the rest is a margin
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training process."""
+    """A training process.
+
+    Attributes:
+        steps: Number of steps.
+        val_loss: Loss in nats per character over the whole validation split.
+        wall_s: Wall time of the process.
+        cpu_s: CPU time of all its processes.
+    """
 
     steps: int
-    val_loss: float  # nats per character, over the whole split
+    val_loss: float
     wall_s: float
     cpu_s: float
 
 
 def nanogpt(copy: Path, steps: int, cores: int) -> Run:
-    """Train with a thread per core."""
+    """Train nanoGPT with one thread for each core, and evaluate its checkpoint."""
     flags = [*FLAGS.split(), *SHAPE.split(), f"--max_iters={steps}", f"--lr_decay_iters={steps}"]
     wall, cpu = timed(
         [sys.executable, "train.py", "config/train_shakespeare_char.py", *flags], copy, cores
@@ -83,7 +91,7 @@ def nanogpt(copy: Path, steps: int, cores: int) -> Run:
 
 
 def ours(experiment: str, text: Path, cores: int, extra: list[str]) -> Run:
-    """Train in a new directory, with empty caches: a process of one thread per core."""
+    """Train an experiment of ours with one process for each core, without any caches."""
     with tempfile.TemporaryDirectory(prefix="time-to-loss-") as directory:
         where = [*path_overrides(text, Path(directory)), "run.name=run"]
         extra = [f"ddp.nproc_per_node={cores}", *extra] if cores > 1 else extra
@@ -99,10 +107,12 @@ def ours(experiment: str, text: Path, cores: int, extra: list[str]) -> Run:
 
 
 def steps_that_fit(short: Run, longer: Run, budget_s: float) -> int:
-    """Return the steps that fit a budget of CPU time, assuming a constant plus a cost per step.
+    """Compute the number of steps that fit into a budget of CPU time.
+
+    The CPU time is assumed to be a constant plus a cost per step, which two runs determine.
 
     Raises:
-        SystemExit: the longer run took no longer, or no step fits.
+        SystemExit: The longer run did not take longer, or no step fits.
     """
     step_s = (longer.cpu_s - short.cpu_s) / (longer.steps - short.steps)
     steps = int((budget_s - short.cpu_s) / step_s) + short.steps if step_s > 0 else 0
@@ -154,20 +164,33 @@ def command_line() -> argparse.Namespace:
         "--nanogpt", type=Path, required=True, metavar="DIR", help="a checkout of nanoGPT"
     )
     options.add_argument(
-        "--steps", type=int, default=STEPS, help="of nanoGPT (default: %(default)s)"
-    )
-    options.add_argument("--cores", type=int, default=1, help="default: %(default)s")
-    options.add_argument(
-        "--fast", default="shakespeare_char_cpu_fast", metavar="NAME", help="default: %(default)s"
-    )
-    options.add_argument(
-        "--long", default="shakespeare_bpe_cpu", metavar="NAME", help="default: %(default)s"
+        "--steps",
+        type=int,
+        default=NANOGPT_STEPS,
+        help="number of nanoGPT's steps (default: %(default)s)",
     )
     options.add_argument(
-        "--long-steps", type=int, help="of that experiment; 0: skip it (default: as many as fit)"
+        "--cores", type=int, default=1, help="number of cores to use (default: %(default)s)"
     )
     options.add_argument(
-        "--repetitions", type=int, default=3, help="of each (default: %(default)s)"
+        "--fast",
+        default="shakespeare_char_cpu_fast",
+        metavar="NAME",
+        help="experiment that reaches nanoGPT's loss sooner (default: %(default)s)",
+    )
+    options.add_argument(
+        "--long",
+        default="shakespeare_bpe_cpu",
+        metavar="NAME",
+        help="experiment that trains for nanoGPT's time (default: %(default)s)",
+    )
+    options.add_argument(
+        "--long-steps",
+        type=int,
+        help="number of steps of --long, or 0 to skip it (default: as many as fit)",
+    )
+    options.add_argument(
+        "--repetitions", type=int, default=3, help="runs of each (default: %(default)s)"
     )
     return options.parse_args()
 
@@ -180,7 +203,7 @@ def as_many_as_fit(experiment: str, text: Path, cores: int, budget: Run) -> int:
 
 
 def seeded(experiment: str, text: Path, cores: int, *extra: str) -> Callable[[], Run]:
-    """Return a function that trains with the next seed at each call: 1, 2, 3 ..."""
+    """Make a function that trains with the next seed at each call: 1, 2, 3 and so on."""
     seeds = count(1)
     return lambda: ours(experiment, text, cores, [f"run.seed={next(seeds)}", *extra])
 

@@ -1,4 +1,4 @@
-"""Commands that train with this project and with nanoGPT, at the same shapes.
+"""Build the commands that train with this project and with nanoGPT at the same shapes.
 
 Both are eager on a CPU, and compiled on a GPU.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from common import ROOT
 
-FOREVER = 1_000_000  # steps; no timed run gets this far
-OURS, NANOGPT = r"^step (\d+)/", r"^iter (\d+):"  # log lines of a step
+FOREVER = 1_000_000  # number of steps that no timed run reaches
+OURS, NANOGPT = r"^step (\d+)/", r"^iter (\d+):"  # patterns for the log line of a step
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Setting:
     n_embd: int
     context: int
     batch: int
-    warmup: int  # steps before the first stamp
-    timed: int  # steps between the first stamp and the last
+    warmup: int  # number of steps before the stopwatch starts
+    timed: int  # number of timed steps
     log_every: int
 
     @property
@@ -36,20 +36,20 @@ class Setting:
 
     @property
     def tokens(self) -> int:
-        """Tokens per step."""
+        """Number of tokens in a step."""
         return self.batch * self.context
 
 
 SETTINGS = {
     "small": Setting(4, 4, 128, context=64, batch=12, warmup=50, timed=300, log_every=10),
     "mid": Setting(6, 6, 384, context=256, batch=16, warmup=2, timed=8, log_every=1),
-    # The shape of nanoGPT's settings for a GPU.
+    # These have the shapes of nanoGPT's settings for a GPU.
     "char": Setting(6, 6, 384, context=256, batch=64, warmup=200, timed=1000, log_every=100),
     "gpt2": Setting(12, 12, 768, context=1024, batch=12, warmup=50, timed=200, log_every=10),
 }
 ON = {"cpu": ["small", "mid"], "cuda": ["char", "gpt2"]}  # settings by device
 
-# Ours: nanoGPT's architecture and optimizer (on a CPU also in its fp32), and the fast recipe.
+# Our recipes: nanoGPT's architecture and optimizer, the same in fp32, and the fast recipe.
 PLAIN = ["model=gpt_micro", "model.bias=false", "optimizer=adamw"]
 PLAIN_FP32 = [*PLAIN, "trainer.precision=fp32"]
 MODERN = ["model=modern_micro", "optimizer=muon"]
@@ -58,13 +58,16 @@ MODERN = ["model=modern_micro", "optimizer=muon"]
 def ours(
     setting: Setting, text: Path, scratch: Path, recipe: list[str], device: str = "cpu"
 ) -> list[str]:
-    """Return the command that trains indefinitely.
+    """Build our command, which trains until it is killed.
 
-    It has loader, clipping, metering and TensorBoard; no evaluation and no save.
+    The run has the loader, clipping, metering and TensorBoard, but no evaluation and no save.
 
     Args:
-        scratch: directory for runs and the encoded text.
-        recipe: overrides for the model and the optimizer; the precision is auto unless overridden.
+        setting: The shape of the model and of the batch.
+        text: Path of the training text.
+        scratch: Directory for runs and the encoded text.
+        recipe: Overrides for the model and the optimizer. The precision is auto unless they set it.
+        device: Value of trainer.device.
     """
     shape = {
         "model.n_layer": setting.n_layer,
@@ -92,7 +95,7 @@ def ours(
 
 
 def path_overrides(text: Path, scratch: Path) -> list[str]:
-    """Return overrides for the text, and for all other files in one directory."""
+    """Build overrides that read the text, and put all other files into one directory."""
     return [
         f"data.path='{text}'",
         f"data.cache_dir='{scratch / 'cache'}'",
@@ -101,9 +104,9 @@ def path_overrides(text: Path, scratch: Path) -> list[str]:
 
 
 def nanogpt(setting: Setting, device: str = "cpu") -> list[str]:
-    """Return nanoGPT's command, for a copy made by `copy_with_data`.
+    """Build nanoGPT's command, for a copy that `copy_with_data` has made.
 
-    It computes in fp32 on a CPU, in bf16 on a GPU.
+    nanoGPT computes in fp32 on a CPU and in bf16 on a GPU.
     """
     shape = {"n_layer": setting.n_layer, "n_head": setting.n_head, "n_embd": setting.n_embd}
     shape |= {
@@ -122,7 +125,13 @@ def nanogpt(setting: Setting, device: str = "cpu") -> list[str]:
 
 
 def copy_with_data(checkout: Path, text: Path, copy: Path) -> Path:
-    """Copy nanoGPT's code to a new directory, with the text in its format; return the copy."""
+    """Copy nanoGPT's code to a new directory, and write the text there in its format.
+
+    Args:
+        checkout: A checkout of nanoGPT.
+        text: Path of the text.
+        copy: The new directory, which is also returned.
+    """
     if not (checkout / "train.py").is_file() or not (checkout / "config").is_dir():
         sys.exit(
             f"--nanogpt {checkout} is not a checkout of nanoGPT: it has no train.py or no config/"

@@ -1,21 +1,22 @@
-"""Compare the speed of this checkout with that of another revision.
+"""Compare the speed of this checkout with another revision of the project.
 
-Run it before and after a change of the code, to show that sampling, starts and recoveries have kept
-their speed. `python -m mingpt_ddp versions` compares the speed of training itself, and
-`same_weights.py` the bits.
+Compare the revisions before and after a change of the code, to show that sampling, starts and
+recoveries have kept their speed. `python -m mingpt_ddp versions` compares the speed of training
+itself, and `same_weights.py` compares the bits.
 
-Both checkouts run the same commands alternately, A, B, A, B ..., in the same Python environment and
-in new processes. Steps are read from `metrics.jsonl`, independent of log messages.
+Both checkouts run the same commands in turns, in the same Python environment and in new processes.
+Steps are read from `metrics.jsonl`, so log messages may differ. The figures are:
 
-one, ten       sampled characters per second of CPU time, mid shape: a long text minus a short one,
-               to exclude startup
-start          seconds from the command to the first logged step, 1 process
+one, ten       characters per second of CPU time, sampled in one stream and in ten by a model of
+               medium size; the difference of a long and a short text excludes startup
+start          seconds from the command to the first logged step, with one process
 start2         the same with ddp.nproc_per_node=2
-recovery       seconds from kill -9 of a worker to the first new step (2 ranks, every_steps=10)
-exited         of these, until the other worker has exited
-resumed        of these, until the new workers have read the snapshot
-loss           seconds of the whole process of experiment=shakespeare_char_cpu_fast, which reaches a
-               loss of 1.88
+recovery       seconds from kill -9 of a worker to the first new step, with two ranks and
+               snapshot.every_steps=10
+exited         seconds from this kill until the other worker has exited
+resumed        seconds from this kill until the new workers have read the snapshot
+loss           seconds of the whole process of experiment=shakespeare_char_cpu_fast, which must
+               reach a loss of 1.88
 
     MINGPT_SHAKESPEARE=input.txt python benchmarks/versions.py --other REVISION
 """
@@ -109,7 +110,7 @@ class Checkout:
             )
 
     def train(self, *overrides: str) -> tuple[subprocess.Popen[bytes], Path]:
-        """Start a new run; return the process and the run directory."""
+        """Start a new run, and return its process and its directory."""
         name = f"run-{next(_names)}"
         process = self.start("main.py", *self.data, *QUIET, f"run.name={name}", *overrides)
         return process, self.scratch / "outputs" / name
@@ -120,10 +121,11 @@ class Checkout:
 
 
 def prepare_checkouts(other: str, scratch: Path) -> dict[str, Checkout]:
-    """Return this checkout and another one, each with a directory of its own in `scratch`.
+    """Prepare this checkout and another one, each with a directory of its own in `scratch`.
 
     Args:
-        other: a commit or branch of this one, or a directory.
+        other: A commit or branch of this checkout, or the directory of another one.
+        scratch: A temporary directory.
     """
     home_of_other = find_version(other, find_commit(other), []).directory
     checkouts = {}
@@ -149,12 +151,12 @@ def wait_until(
 
 
 def workers(ranks: int) -> list[str]:
-    """Return the overrides that start so many ranks; one rank is the process itself."""
+    """Build the overrides that start this number of ranks. A single rank needs none."""
     return [f"ddp.nproc_per_node={ranks}"] if ranks > 1 else []
 
 
 def sampling(samples: int, checkout: Checkout) -> float:
-    """Return sampled characters per second of CPU time, with a model trained for one step."""
+    """Measure the sampled characters per second of CPU time, with a model trained for one step."""
     run = checkout.scratch / "outputs" / f"model-{checkout.home.name}"
     if not run.exists():
         process = checkout.start(
@@ -183,7 +185,7 @@ def sampling(samples: int, checkout: Checkout) -> float:
 
 
 def start(ranks: int, checkout: Checkout) -> float:
-    """Return the seconds until the first step is logged."""
+    """Measure the seconds until the first step is logged."""
     begin = time.perf_counter()
     process, run = checkout.train(*TINY, "trainer.max_steps=2", *workers(ranks))
     wait_for_step(process, run, 1)
@@ -193,11 +195,13 @@ def start(ranks: int, checkout: Checkout) -> float:
 
 
 def recovery(event: str, checkout: Checkout) -> float:
-    """Return the seconds from SIGKILL of a worker to an event.
+    """Measure the seconds from SIGKILL of a worker to an event.
 
-    The events are exited, resumed, and recovery: the first new step.
+    Args:
+        event: One of exited, resumed, and recovery, which is the first new step.
+        checkout: The checkout.
     """
-    # At 20 ms per step the run lasts until it is killed below.
+    # A step takes 20 ms, so the run is still training when it is killed below.
     process, run = checkout.train(
         *TINY, *workers(2), "trainer.max_steps=100000", "snapshot.every_steps=10"
     )
@@ -224,7 +228,7 @@ def recovery(event: str, checkout: Checkout) -> float:
 
 
 def to_loss(checkout: Checkout) -> float:
-    """Return the seconds of the whole process; exit if it does not reach the loss."""
+    """Measure the seconds of a whole run, which must reach the loss. Exit if it does not."""
     begin = time.perf_counter()
     name = f"run-{next(_names)}"
     process = checkout.start(
@@ -255,10 +259,10 @@ FIGURES: dict[str, Callable[[Checkout], float]] = {
 
 
 def measure(figure: str, checkouts: dict[str, Checkout], repetitions: int) -> dict[str, Any]:
-    """Return the values of a figure in both checkouts, and their paired ratios."""
+    """Measure a figure in both checkouts, and compute the paired ratios."""
     measures = {name: partial(FIGURES[figure], each) for name, each in checkouts.items()}
     for once in measures.values():
-        once()  # disk caches, compiled bytecode, the encoded text
+        once()  # fills the disk caches, compiles the bytecode and encodes the text
     values = alternate(figure, measures, repetitions)
     spreads = {name: spread(each) for name, each in values.items()}
     return {**spreads, "ratio": compare(values["this"], values["other"])}
@@ -280,10 +284,14 @@ def main() -> None:
         "--other", required=True, metavar="REVISION", help="a commit, a branch or a directory"
     )
     options.add_argument(
-        "--figures", nargs="+", choices=FIGURES, default=list(FIGURES), help="default: all"
+        "--figures",
+        nargs="+",
+        choices=FIGURES,
+        default=list(FIGURES),
+        help="figures to measure (default: all)",
     )
     options.add_argument(
-        "--repetitions", type=int, default=5, help="of each figure (default: %(default)s)"
+        "--repetitions", type=int, default=5, help="runs of each figure (default: %(default)s)"
     )
     chosen = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="versions-") as scratch:

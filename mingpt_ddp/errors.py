@@ -148,7 +148,8 @@ def command(name: str = "train") -> str:
     """Return the command line that starts a command in the same way as this process was started.
 
     This is `mingpt-ddp NAME`, `python main.py` (in a checkout) or `python -m mingpt_ddp NAME`.
-    sys.argv[0] tells which. In a worker, `multiprocessing` sets it to the value of the parent.
+    sys.argv[0] shows how the process was started. In a worker, `multiprocessing` sets sys.argv[0]
+    to its value in the parent process.
     """
     program = Path(sys.argv[0])
     if program.name == "mingpt-ddp":
@@ -170,7 +171,7 @@ NOT_PRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2
 
 
 def printable(text: str) -> str:
-    """Escape characters on which a terminal or a browser would act, instead of showing them."""
+    """Escape the characters that a terminal or a browser would obey instead of showing them."""
     return NOT_PRINTABLE.sub(lambda match: _escaped(ord(match[0])), text)
 
 

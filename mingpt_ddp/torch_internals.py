@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 S = TypeVar("S")
-PROFILER_MARK = re.compile(rb"^USDT:|gpuGetDeviceCount failed")
+# Lines that the profiler writes to standard error, and that do not help a user.
+PROFILER_NOISE = re.compile(rb"^USDT:|gpuGetDeviceCount failed")
 # Size of DDP's first bucket of gradients. It does not depend on ddp.bucket_cap_mb.
 FIRST_BUCKET_BYTES = 1 << 20
 
@@ -49,8 +50,8 @@ def for_each(operation: str, tensors: Sequence[Tensor], *arguments: Any, **optio
         return fused(tensors, *arguments, **options)
     results = []
     for i, tensor in enumerate(tensors):
-        arguments_of_one = [a[i] if isinstance(a, (list, tuple)) else a for a in arguments]
-        results.append(getattr(tensor, operation)(*arguments_of_one, **options))
+        own_arguments = [a[i] if isinstance(a, (list, tuple)) else a for a in arguments]
+        results.append(getattr(tensor, operation)(*own_arguments, **options))
     return tuple(results)
 
 
@@ -77,7 +78,9 @@ def has_hooks(module: nn.Module) -> bool:
 def pack_linear(
     weight: Tensor, bias: Tensor | None, dtype: torch.dtype, batch: int
 ) -> Callable[[Tensor], Tensor]:
-    """Return a linear layer with its weight packed for its kernel, as Inductor packs weights.
+    """Return a linear layer whose weight is packed: stored in the layout that the kernel needs.
+
+    Inductor packs weights in the same way.
 
     Args:
         weight: (outputs, inputs).
@@ -105,7 +108,9 @@ def pack_linear(
 
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Return True if `pack_linear` works here. Try it with a tiny layer. Fallback: False.
+    """Call `pack_linear` for a tiny layer. Return True if it works on this machine.
+
+    Fallback: False.
 
     oneDNN supports bf16 only on CPUs with AVX-512 or later.
     """
@@ -173,8 +178,8 @@ def clone_store(store: S) -> S:
 
 
 @contextlib.contextmanager
-def without_profiler_marks() -> Iterator[None]:
-    """Drop the lines `USDT:...` that Kineto writes to standard error at the ends of a profile.
+def without_profiler_noise() -> Iterator[None]:
+    """Drop the lines `USDT:...`, which Kineto prints when a profile begins and when it ends.
 
     Also drop the error that there is no GPU, which a torch build for CUDA writes on a machine
     without a GPU.
@@ -196,7 +201,7 @@ def without_profiler_marks() -> Iterator[None]:
             os.dup2(stderr, 2)
             os.close(stderr)
             lines.seek(0)
-            kept = b"".join(line for line in lines if not PROFILER_MARK.search(line))
+            kept = b"".join(line for line in lines if not PROFILER_NOISE.search(line))
             with contextlib.suppress(OSError):  # standard error is a pipe whose reader has exited
                 os.write(2, kept)
 
@@ -242,12 +247,12 @@ def cut_graph_at_buckets(wrapped: DistributedDataParallel, wanted: bool) -> None
 
 
 def compile_deterministically(wanted: bool) -> None:
-    """Stop Inductor from choosing kernels by benchmarks, because they add in different orders.
+    """Stop Inductor from choosing kernels by benchmarks.
 
-    On a GPU, Inductor benchmarks padded matrix products, such as the output layer for 65
-    characters. It may choose a different kernel after its cache is lost.
-    `torch.use_deterministic_algorithms` prevents only some of these choices. Fallback: Inductor's
-    default.
+    Different kernels add numbers in different orders, so their results differ in the last bits. On
+    a GPU, Inductor benchmarks padded matrix products, such as the output layer for 65 characters.
+    It may choose a different kernel after its cache is lost. `torch.use_deterministic_algorithms`
+    prevents only some of these choices. Fallback: Inductor's default.
     """
     from torch._inductor import config
 

@@ -7,7 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
-SIZE = 2 << 30  # bytes; the file is sparse
+DISK_BYTES = 2 << 30  # the file is sparse
 CLOSING_S = 20.0
 CLOCK = """
 import time
@@ -48,7 +48,7 @@ class Disk:
 
     def _make(self) -> bool:
         with open(self.image, "wb") as file:
-            file.truncate(SIZE)
+            file.truncate(DISK_BYTES)
         if _succeeds("mkfs.ext4", "-q", "-m", "0", str(self.image)):
             return True
         self.image.unlink()
@@ -66,7 +66,7 @@ class Disk:
     def fill(self) -> None:
         """Write a file that takes all the free space."""
         with open(self._ballast, "ab") as file:
-            end, size = 0, SIZE
+            end, size = 0, DISK_BYTES
             while size >= 1024:
                 try:
                     os.posix_fallocate(file.fileno(), end, size)

@@ -2,7 +2,8 @@
 
 A short command would spend most of its time on this import. Everything else is as in a new process:
 arguments, directory, environment, output, exit code and signals. torchrun's agent is forked too,
-and so are its workers if they run one of these commands. `launching.UnforkedJob` never forks.
+and so are its workers if they run one of these commands. `launching.UnforkedJob` starts new
+processes instead.
 """
 
 from __future__ import annotations

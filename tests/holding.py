@@ -41,7 +41,7 @@ def touch(name):
     (HERE / name).touch()
 
 def pause(name):
-    """Report that this rank has reached the point, and wait; only once over all attempts."""
+    """Report that this rank has reached the point, and wait. Each rank does so only once."""
     marker = HERE / f"{name}.{rank()}"
     if not marker.exists():
         report_signals()
@@ -50,7 +50,7 @@ def pause(name):
             time.sleep(0.01)
 
 def report_signals():
-    """Touch a file when this rank has handled a signal."""
+    """Touch a file whenever this rank has handled a signal."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         if callable(handler := signal.getsignal(number)):
             signal.signal(number, reporting(handler))

@@ -24,11 +24,11 @@ def touch(name):
     (HERE / name).touch()
 
 def mine(name):
-    """Return the name of a marker of this rank, which a forked worker gets after the import of this module."""
+    """Return the marker's file name for this rank. A forked worker gets its rank after this module is imported."""
     return f"{name}.{os.environ.get('RANK', '0')}"
 
 def pause(name):
-    """Report that this rank has reached the point, and wait; only once over all attempts."""
+    """Report that this rank has reached the point, and wait. Each rank does so only once."""
     if not (HERE / mine(name)).exists():
         (HERE / mine(name)).write_text(str(os.getpid()))
         while not (HERE / "go").exists():
@@ -50,7 +50,7 @@ class Finder(importlib.abc.MetaPathFinder):
         spec.loader.exec_module = exec_module
         return spec
 
-for name in [name for name in PATCHES if name in sys.modules]:  # before a fork
+for name in [name for name in PATCHES if name in sys.modules]:  # imported before a fork
     PATCHES.pop(name)(sys.modules[name])
 sys.meta_path.insert(0, Finder())
 '''  # noqa: E501

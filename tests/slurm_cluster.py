@@ -23,7 +23,7 @@ SlurmctldPort={ports[0]}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-# A requeued job may start when its old credentials have expired: after cred_expire seconds, by default 120.
+# A requeued job may only start once its old credentials have expired, after cred_expire (by default 120) seconds.
 AuthInfo=socket={home}/munge.socket,cred_expire=5
 CredType=cred/munge
 SlurmdParameters=config_overrides

@@ -117,7 +117,7 @@ def patch_workers(workers):
     workers.run_worker = run_worker
 
 def patch_launcher(launcher):
-    # it may have been imported before, and processes are started by the name of a function
+    # It may have imported the function already. Processes are started by the function's name.
     launcher.run_worker = sys.modules["mingpt_ddp.distributed.launch.workers"].run_worker
 
 def patch_command(train_job):

@@ -21,7 +21,8 @@ COMMANDS = (
 def begin() -> None:
     """Handle Ctrl-C before the imports that take time.
 
-    Exit with code 2 if `python -m` is about to run a module of this package.
+    Exit with code 2 if `python -m` names a module inside this package. Only `python -m mingpt_ddp`
+    is a command.
     """
     interrupt_commands()
     module = main_module()

@@ -39,7 +39,7 @@ def train(
 
     Args:
         overrides: Words as on the command line: `key=value` and options of Hydra. Or the composed
-            configuration of another Hydra application, or the node of it that holds our groups.
+            configuration of another Hydra application, or its node with this package's groups.
         nproc: Number of local processes that train together. None leaves it to
             `ddp.nproc_per_node`, by default one process.
         quiet: Print nothing.
@@ -282,8 +282,8 @@ def history(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the measurements of a run, or of all jobs of a sweep, as one row for each step.
 
     A row has a key for each metric that was measured at its step. A step that was repeated after a
-    restart has one row. Rows of a sweep also have `job`, the job's directory relative to the
-    sweep's, and the parameters in which the jobs differ, by dotted key.
+    restart has one row. Rows of a sweep also have `job`, which is the job's directory relative to
+    the sweep's directory, and the parameters in which the jobs differ, by dotted key.
 
     Args:
         run: The directory of a run, or a directory with runs one or two levels below it.
@@ -309,7 +309,8 @@ def history(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
         return read_history(directory / METRICS).rows
     except OSError as error:
         raise RunError(
-            f"{run} is not a run directory: it has no {METRICS} that can be read"
+            f"{run} is not a run directory, because its {METRICS} is missing or cannot be read; "
+            "name a run directory"
         ) from error
 
 

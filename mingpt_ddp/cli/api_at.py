@@ -24,15 +24,17 @@ def at(
     Args:
         run: Path or fsspec URL of a run directory, or of its directory of snapshots.
         step: Number of the step, or "worst" for the step with the largest logged loss.
-        without: Measure the step again without this sequence. Number 1 has the highest loss.
+        without: Number of a sequence, where sequence 1 has the highest loss. Measure the step a
+            second time without this sequence.
         nproc: 1 to repeat on one rank. None for as many ranks as the run had.
         words: More words for the command line that trains, for example to name your own code.
-        code: Your Python file that registers the model, if it is not built in. Loads `before`.
+        code: Your Python file that registers the model, if the model is not built in. It is needed
+            to load `before`.
 
     Returns:
         The values that the command prints as JSON, and three more. `losses` (B) and `tokens`
-        (B, T + 1) are tensors, with the highest loss first. `before` is the LoadedRun of the step
-        before, or None if the step is the first one.
+        (B, T + 1) are tensors, with the highest loss first. `before` is the LoadedRun of the
+        previous step, or None if the step is the first one.
 
     Raises:
         UserError: The step cannot be repeated. The message is one line.

@@ -18,12 +18,12 @@ OPTIONAL_GROUPS = {*LATER_GROUPS, "sweep"}  # groups that a recorded configurati
 def application_job(cfg: DictConfig, nproc: int | str | None = None) -> str:
     """Return the job of a composed configuration as JSON.
 
-    The job has the keys from the application's command line, because limits from the command line
-    replace all other limits.
+    The job also records the keys that the application's command line has set. A limit from the
+    command line, such as trainer.max_steps, replaces all other limits.
 
     Args:
         cfg: The whole configuration of the application, which may contain other keys. Or the node
-            that holds our groups and nothing else.
+            that holds this package's groups and nothing else.
         nproc: Replaces ddp.nproc_per_node. None keeps the configured value.
 
     Raises:

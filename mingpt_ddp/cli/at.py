@@ -1,4 +1,4 @@
-"""Repeat a step of a run. Show the text of the step, and compare its bits with the run."""
+"""Repeat a step of a run. Show its text, and check that its results have the same bits."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ from mingpt_ddp.process.terminal import echo, echo_error
 from mingpt_ddp.training.look import LOOK, LookRequest
 
 # Log every step. Continue after a loss that is not finite, because the step may come later.
-MEASURED = ("trainer.log_every=1", "trainer.on_nonfinite=skip")
+MEASURING_OVERRIDES = ("trainer.log_every=1", "trainer.on_nonfinite=skip")
 # Replace settings for several ranks, if one rank repeats the step.
 ON_ONE_RANK = ("ddp.strategy=auto", "ddp.tensor_parallel=1", "ddp.comm_hook=none")
 SHOWN_CHARACTERS = 50  # number of characters of each sequence that are printed
@@ -73,21 +73,22 @@ def look_at(
         words = [*ON_ONE_RANK, *words]
     else:
         ranks = choose_ranks(ranks, interval.state["environment"])
-    words = [*MEASURED, f"snapshot.keep_every={max(1, target - 1)}", *words]
+    words = [*MEASURING_OVERRIDES, f"snapshot.keep_every={max(1, target - 1)}", *words]
     result = directory / "look.json"
     request = json.dumps(asdict(LookRequest(target, str(result), without)))
     try:
-        repeated, here = train_again(
+        repeated, repeated_state = train_again(
             recorded, interval, ranks or 1, words, directory, {LOOK: request}
         )
     except TrainingError:
         if not result.exists():
             raise
         # The validation loss after the step is not finite, so the repeated run saved no snapshot.
-        repeated, here = {}, interval.state
+        repeated, repeated_state = {}, interval.state
     check(
         result.exists(),
-        f"step={target} cannot be repeated: the run has skipped it after a rollback",
+        f"step={target} cannot be repeated, because the run has skipped it after a rollback; "
+        "choose another step",
     )
     expected, difference = expected_hashes(recorded, interval)
     is_damaged = bool(difference)
@@ -109,7 +110,7 @@ def look_at(
     return {
         "step": target,
         "repeated_from": interval.base,
-        "verdict": "; ".join([verdict, *find_reasons(interval, here)]),
+        "verdict": "; ".join([verdict, *find_reasons(interval, repeated_state)]),
         **json.loads(result.read_text()),
     }
 
@@ -146,8 +147,8 @@ def _choose_step(
     first = max((n for n in losses if n < worst), default=0) + 1
     if first < worst:
         echo_error(
-            f"the largest logged loss is the mean of steps {first} to {worst}; this is step "
-            f"{worst}, but another of them may have the largest loss"
+            f"the largest logged loss is the mean of steps {first} to {worst}; step {worst} is "
+            "repeated, but another of these steps may have the largest loss"
         )
     return worst
 
@@ -184,7 +185,10 @@ def print_look(found: dict[str, Any], without: int | None) -> None:
 
 
 def _source(origins: list[dict[str, Any]]) -> str:
-    """Describe where a sequence begins, and name the document in which it ends if they differ."""
+    """Describe where a sequence begins.
+
+    If the sequence ends in another document, also name that document.
+    """
     names = []
     for origin in (origins[0], origins[-1]):
         document = f":{origin['document']}" if origin["document"] else ""

@@ -1,4 +1,4 @@
-"""Prepare the command line of a training for Hydra."""
+"""Prepare the command line of `train` or `plan` for Hydra."""
 
 import logging
 import os

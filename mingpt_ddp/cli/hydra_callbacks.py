@@ -17,8 +17,8 @@ from mingpt_ddp.process.root_cause import failed
 if TYPE_CHECKING:
     from mingpt_ddp.study.sweeps.sweep import Sweep
 
-# Hydra lets a callback pass nothing to the sweeper or to the end of the command, so the sweep is
-# stored here.
+# Hydra's callbacks cannot pass a value to the sweeper, or to the code that runs after Hydra. The
+# sweep is therefore stored here.
 _started: "list[Sweep]" = []
 
 

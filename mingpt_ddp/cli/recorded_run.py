@@ -22,8 +22,8 @@ class Interval:
 
     base: int  # step of a snapshot, or 0 for the start of the run
     target: int  # a later step; the command `replay` only takes the step of a snapshot
-    # state.json of the target's snapshot. If the target has no snapshot, then of the next later
-    # snapshot. If there is none, then of the snapshot before it.
+    # state.json of the target's snapshot. If the target has no snapshot, this is the state.json of
+    # the next later snapshot or, if there is none, of the newest snapshot.
     state: dict[str, Any]
 
 
@@ -56,7 +56,7 @@ class RecordedRun:
         ledger = {} if "://" in url else Ledger(run_of(Path(url))).read()
         return cls(store, states, ledger)
 
-    def content(self, step: int) -> HashByKind:
+    def hash_content(self, step: int) -> HashByKind:
         """Hash the present content of a snapshot.
 
         Raises:
@@ -88,7 +88,7 @@ class RecordedRun:
         )
         return run.get("resume") in ("auto", "never") and not lacks_weights
 
-    def expected(self, interval: Interval) -> dict[int, HashByKind]:
+    def recorded_hashes(self, interval: Interval) -> dict[int, HashByKind]:
         """Return the recorded hashes of the interval's steps and of its base, by step."""
         hashes = {}
         for step, record in self.ledger.items():
@@ -190,6 +190,6 @@ def interval_before(recorded: RecordedRun, target: int, words: list[str]) -> Int
     if not recorded.have_same_settings(base, end):
         raise SnapshotError(
             f"the settings of the run changed between steps {base} and {end}, so step {target} "
-            "cannot be repeated; choose a step after a snapshot"
+            "cannot be repeated; choose a step between two snapshots with the same settings"
         )
     return Interval(base, target, recorded.states[end if later else base])

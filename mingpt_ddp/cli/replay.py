@@ -39,7 +39,8 @@ SHOWN_LINES = re.compile(r"step \d+/|(\w+ )?error|warning", re.IGNORECASE)
 MAX_SAVES = 4
 # A replay takes the defaults of these groups for all keys that do not change a step.
 QUIET_GROUPS = ("trainer", "snapshot", "tracker")
-QUIET = (
+# Overrides that switch off what a replay does not need: evaluations and older snapshots.
+QUIET_OVERRIDES = (
     "trainer.eval_every=null",
     "trainer.eval_steps=1",
     "snapshot.keep_last=1",
@@ -85,11 +86,13 @@ def replay(url: str, steps: int, ranks: int | None, words: list[str]) -> int:
         echo(f"refuted: {damage}")
         return REFUTED
     with tempfile.TemporaryDirectory(prefix=TEMPORARY) as directory:
-        repeated, here = train_again(recorded, interval, ranks, words, Path(directory), {})
-    if files := describe_change(recorded_code(interval.state), recorded_code(here)):
+        repeated, repeated_state = train_again(
+            recorded, interval, ranks, words, Path(directory), {}
+        )
+    if files := describe_change(recorded_code(interval.state), recorded_code(repeated_state)):
         echo_error(f"the code differs from the code of step {interval.target}: {files}")
     if where := find_other_hash(interval, expected, repeated):
-        if reasons := find_reasons(interval, here):
+        if reasons := find_reasons(interval, repeated_state):
             echo(f"undecided: {where}; this does not prove damage, because {'; '.join(reasons)}")
             return UNDECIDED
         echo(f"refuted: {where}")
@@ -110,10 +113,10 @@ def expected_hashes(recorded: RecordedRun, interval: Interval) -> tuple[dict[int
         The recorded hashes by step, and a description of the snapshot whose content differs from
         its recorded hash ("" if there is none).
     """
-    expected = recorded.expected(interval)
+    expected = recorded.recorded_hashes(interval)
     for step in (interval.base, interval.target):
         if step in recorded.states:
-            content = recorded.content(step)
+            content = recorded.hash_content(step)
             if difference := describe_difference(expected.setdefault(step, content), content):
                 return expected, f"the snapshot of step {step} holds another {difference}"
     return expected, ""
@@ -157,23 +160,23 @@ def describe_difference(
     return ""
 
 
-def find_reasons(interval: Interval, here: Mapping[str, Any]) -> list[str]:
+def find_reasons(interval: Interval, repeated_state: Mapping[str, Any]) -> list[str]:
     """List the reasons why a replay may differ although nothing is damaged.
 
     Args:
-        here: The state.json of the replay.
+        repeated_state: The state.json of the repeated run.
     """
     state = interval.state
-    there = state["environment"]
+    before, now = state["environment"], repeated_state["environment"]
     reasons = []
-    for key in sorted(there.keys() & here["environment"].keys()):
-        if there[key] != here["environment"][key]:
-            reasons.append(f"{key} was {str(there[key])[:60]} and is {here['environment'][key]}")
-    if files := describe_change(recorded_code(state), recorded_code(here)):
+    for key in sorted(before.keys() & now.keys()):
+        if before[key] != now[key]:
+            reasons.append(f"{key} was {str(before[key])[:60]} and is {now[key]}")
+    if files := describe_change(recorded_code(state), recorded_code(repeated_state)):
         reasons.append(f"the code differs: {files}")
     is_exact = state["config"]["trainer"].get("deterministic") is True
     # The name of a CPU ends with its instruction set in parentheses.
-    if not is_exact and not re.search(r" \([A-Z0-9_ ]+\)$", str(there.get("device"))):
+    if not is_exact and not re.search(r" \([A-Z0-9_ ]+\)$", str(before.get("device"))):
         reasons.append("the run was on a GPU without trainer.deterministic=true")
     skipped = state["train_state"].get("skipped_steps") or []
     within = [step for step in skipped if interval.base < step <= interval.target]
@@ -248,7 +251,7 @@ def changes(recorded: RecordedRun, interval: Interval, directory: Path) -> list[
         "run.resume": "auto",
         "trainer.max_steps": interval.target,
         "trainer.micro_batch_size": state["micro_batch_size"],
-        "snapshot.every_steps": save_interval(recorded.expected(interval), interval),
+        "snapshot.every_steps": save_interval(recorded.recorded_hashes(interval), interval),
     }
     if interval.base:
         values["run.resume"] = f"{recorded.store.url}/{directory_name(interval.base)}"
@@ -258,7 +261,8 @@ def changes(recorded: RecordedRun, interval: Interval, directory: Path) -> list[
         has_minutes = state["config"]["trainer"].get("max_minutes") is not None
         may_decay = optimizer.get("schedule") in DECAYING
         if has_minutes and may_decay and optimizer.get("decay_from") is None:
-            # Before the step that fixed the number of steps, the rate has not decayed.
+            # With a time limit, the run fixes its number of steps at some step. The learning rate
+            # has not decayed before that step.
             paced_at = state["train_state"].get("paced_at")
             values["optimizer.decay_from"] = paced_at or state["steps"]
     if text := recorded_text(state):
@@ -267,7 +271,7 @@ def changes(recorded: RecordedRun, interval: Interval, directory: Path) -> list[
             values["data.sha256"] = text.sha256
     if state["config"]["ddp"].get("strategy") == "single":
         values["ddp.strategy"] = "auto"
-    return [*QUIET, *(f"{key}={hydra_value(value)}" for key, value in values.items())]
+    return [*QUIET_OVERRIDES, *(f"{key}={hydra_value(value)}" for key, value in values.items())]
 
 
 def save_interval(expected: Mapping[int, HashByKind], interval: Interval) -> int | None:

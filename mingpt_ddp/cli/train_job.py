@@ -96,7 +96,8 @@ def _run(caller: Caller | None, to_words: Callable[[list[str]], list[str]]) -> O
     except JobError as error:
         if started_sweep() is None:
             return failed(error)
-        # Another sweeper ends at its first failed job. The table of its jobs follows.
+        # A sweeper of another package ends at its first failed job. The table of the sweep's jobs
+        # is still printed below.
         ended_by = error
     except UserError as error:
         return failed(error)
@@ -109,7 +110,7 @@ def _run(caller: Caller | None, to_words: Callable[[list[str]], list[str]]) -> O
     sweep = started_sweep()
     if sweep is not None:
         outcome = sweep.finish()
-        # An invalid job has not reached the sweep.
+        # The sweep does not know of a job that was invalid, so return that error here.
         return failed(ended_by) if ended_by and not outcome.has_failed else outcome
     return outcomes[-1] if outcomes else Outcome(RunStatus.COMPLETE)
 
@@ -117,8 +118,9 @@ def _run(caller: Caller | None, to_words: Callable[[list[str]], list[str]]) -> O
 def train(cfg: DictConfig, swept: Collection[str] | None, outcomes: list[Outcome]) -> float:
     """Train the configuration that Hydra has composed: a single run, or a job of a sweep.
 
-    A job of a sweep gets here only if it belongs to another sweeper, or runs in a process of an
-    external launcher. `study/sweeps/sweeper.py` runs all other jobs without this function.
+    A job of a sweep gets here only if a sweeper of another package chose it, or if it runs in a
+    process of an external launcher. `study/sweeps/sweeper.py` runs all other jobs without this
+    function.
 
     Args:
         cfg: The composed configuration.

@@ -44,9 +44,9 @@ Builder = TypeVar("Builder", bound=Callable[..., Any])
 BUILDERS: dict[str, dict[str, Callable[..., Any]]] = {
     kind: {} for kind in (*BASES, "hook", "action")
 }
-# For each kind whose name is the value of a key in another group (as ddp.comm_hook): the
-# configuration classes by name.
-CONFIGS_OF_KEYS = {"comm_hook": COMM_HOOKS, "schedule": SCHEDULES, **PARTS}
+# Configuration classes by kind and name, for the kinds without a group of their own. A key of
+# another group, such as ddp.comm_hook, selects the name.
+CONFIGS_WITHOUT_GROUP = {"comm_hook": COMM_HOOKS, "schedule": SCHEDULES, **PARTS}
 TAKEN = "the name is taken; choose another name"
 MAX_ERROR_LENGTH = 500  # characters
 MAX_CODE_BYTES = 1 << 24
@@ -76,8 +76,8 @@ class Registration:
 
 def _configs(kind: str) -> dict[str | None, type]:
     """Return the schema's table of configuration classes of a kind, by name."""
-    if kind in CONFIGS_OF_KEYS:
-        return CONFIGS_OF_KEYS[kind]
+    if kind in CONFIGS_WITHOUT_GROUP:
+        return CONFIGS_WITHOUT_GROUP[kind]
     return GROUPS["data" if kind == "dataset" else kind][1]
 
 
@@ -241,8 +241,8 @@ def chosen_sha256() -> dict[str, str]:
 def _folders(group: str, directories: list[Path], presets: Mapping[str, Any]) -> list[Path]:
     """List the folders to search for a file.
 
-    First the folder of the group's preset, then the folder of the experiment, then the directories
-    of all presets.
+    The folder of the group's preset comes first. The folder of the experiment and the directories
+    of all presets follow.
     """
     folders = []
     for each in (group, "experiment"):
@@ -286,7 +286,8 @@ def run_file(path: Path, key: str) -> None:
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses looks it up there
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # last: files there shadow no installed packages
+        # Append the folder, so that its files do not hide installed packages.
+        sys.path.append(str(path.parent))
     _files[path] = UserFile(digest, [])
     first = len(_registrations)
     try:
@@ -300,8 +301,8 @@ def run_file(path: Path, key: str) -> None:
             registration.remove()
         raise
     _files[path].registrations.extend(_registrations[first:])
-    loaded_code.keep(path, content)
-    loaded_code.look()
+    loaded_code.record_file(path, content)
+    loaded_code.record_imports()
 
 
 def _register_again(path: Path) -> None:

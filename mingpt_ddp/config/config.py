@@ -30,7 +30,7 @@ from mingpt_ddp.errors import ConfigError
 
 LIMITS = ("max_epochs", "max_steps", "max_minutes")
 DEFAULT_CHOICE = {"task": "language_model"}
-# Groups that a recorded configuration of format 2 may lack, with their values.
+# Groups that a recorded configuration of format 2 may lack, with the values to use then.
 LATER_GROUPS: dict[str, Any] = {"task": {}, "tracker": {}}
 KEYS = known_keys()  # the keys of the schema, without the keys that users register
 # config.yaml and snapshots omit these keys if they are null.
@@ -91,8 +91,8 @@ def named_values(values: dict[str, Any]) -> dict[str, Any]:
 
     Keys with their default values are omitted, so that a key that a later version adds does not
     rename a run. Keys about storage, limits, distribution, saving and logging are not part of the
-    name. The seed is, because two seeds are two runs. The content of a user's file is not, so that
-    a run can resume after a bug fix in the file.
+    name. The seed is part of it, because two seeds are two runs. The content of a user's file is
+    not part of it, so that a run can resume after a bug fix in the file.
     """
     flat = flatten(values)
     changed = {}
@@ -214,7 +214,7 @@ def build_group(group: str, values: Any) -> Any:
     selectors, classes = GROUPS[group]
     may_be_empty = not selectors or group in DEFAULT_CHOICE
     is_there = isinstance(values, dict) and bool(values or may_be_empty)
-    check(is_there, f"the group {group} is missing")
+    check(is_there, f"the group {group} is missing; add it to the configuration")
     selector, choice = selected(group, values)
     if choice is None:
         choice = DEFAULT_CHOICE.get(group)

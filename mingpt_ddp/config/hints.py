@@ -39,7 +39,7 @@ def suggest(key: str, chosen: Iterable[str] | None = None) -> str:
     """Return a suggestion for an unknown dotted key, as the end of a message. "" if there is none.
 
     Args:
-        chosen: Names of the keys that the chosen model, optimizer and so on has. None to suggest
+        chosen: Names of the keys of the chosen model, optimizer or other component. None to suggest
             keys from all groups.
     """
     known = [*GROUPS, *known_keys()]
@@ -58,7 +58,8 @@ def suggest(key: str, chosen: Iterable[str] | None = None) -> str:
     if names:
         return f"; {hint_at(name, names, f'{group}.')}"
     meant = did_you_mean(key, known, MIN_SIMILARITY)
-    if meant is None and not alike:  # if several groups have the name, it hints at none of them
+    # If several groups have a key with this name, suggest none of them.
+    if meant is None and not alike:
         by_name = NANOGPT_KEYS | {k.rpartition(".")[2]: k for k in reversed(known)}
         similar = did_you_mean(name, by_name, MIN_SIMILARITY)
         meant = None if similar is None else by_name[similar]

@@ -8,7 +8,8 @@ from mingpt_ddp.config.builders import BUILDERS, Registration, add_registration
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 EVENTS = ("step", "evaluate", "end")
 ACTIONS = ("gradients", "update", "evaluation")
-METHODS = ("__call__", "state_dict", "load_state_dict")  # a class that acts must have these
+# Methods that a class must have if it is registered with `acts`.
+METHODS = ("__call__", "state_dict", "load_state_dict")
 
 
 def on(event: str) -> Callable[[Hook], Hook]:
@@ -31,7 +32,8 @@ def on(event: str) -> Callable[[Hook], Hook]:
 def acts(event: str) -> Callable[[Hook], Hook]:
     """Return a decorator that registers a hook that acts on a run. All ranks call it.
 
-    A hook may return metrics by name, as a task's `loss` does. An exception ends the run.
+    A hook may return metrics by name, as a task's `loss` does. An exception ends the run. With fsdp
+    and tensor parallelism, each tensor that a hook gets is the shard of this rank.
 
     To keep state, decorate a class. Each run makes one instance, without arguments, and calls it.
     The class has two more methods. `state_dict()` returns a flat dictionary of tensors, numbers and
@@ -55,7 +57,6 @@ def acts(event: str) -> Callable[[Hook], Hook]:
             parameter, in place.
             "evaluation": after the validation split is evaluated, with (evaluation,), a
             `mingpt_ddp.tasks.evaluation.Evaluation`.
-            With fsdp and tensor parallelism, each tensor holds the shard of this rank.
 
     Raises:
         ValueError: The event is unknown, or it has another hook with the same name.

@@ -115,7 +115,11 @@ class SweepPlace:
 
     @classmethod
     def of(cls, number: int, swept: Mapping[str, str]) -> SweepPlace:
-        """Return the place of a job with these swept overrides, by key."""
+        """Return the place of a job in its sweep.
+
+        Args:
+            swept: Overrides of the job that the sweep varies, by key.
+        """
         return cls(number, ", ".join(map("=".join, swept.items())) or "the only job")
 
 
@@ -194,7 +198,7 @@ class Job:
                 "trainer.batch_size and trainer.batch_size_per_rank exclude each other; set one of "
                 "them"
             )
-        _prefer_given_limit(values.get("trainer"), keys)
+        _prefer_command_line_limits(values.get("trainer"), keys)
         directories = tuple(preset_directories)
         with attribute_errors_to_user_code():
             run_code(values, [*map(Path, directories)], presets)
@@ -222,7 +226,7 @@ def job_json(
     return json.dumps(arguments, default=str)
 
 
-def _prefer_given_limit(trainer: Any, command_line_keys: Container[str]) -> None:
+def _prefer_command_line_limits(trainer: Any, command_line_keys: Container[str]) -> None:
     """Let limits and a batch size from the command line replace other limits and batch sizes."""
     if "trainer.batch_size" in command_line_keys:
         trainer["batch_size_per_rank"] = None
@@ -274,7 +278,7 @@ def job_name(config: Config, swept: Mapping[str, str]) -> str:
 
 
 def existing_name(job: Job) -> str:
-    """Return the `run.name` of a job of a sweep, with the name of its directory if that exists.
+    """Return the `run.name` of a job of a sweep. Use the name of the job's directory if it exists.
 
     A directory whose name ends with the digest of the job belongs to the job. The readable part of
     its name may differ, because the sweep was edited.

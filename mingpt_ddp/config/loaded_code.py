@@ -40,10 +40,10 @@ class LoadedFile:
 
 _files: dict[Path, LoadedFile] = {}
 _modules: dict[str, Path] = {}  # paths of the user's modules, by module name
-_seen: set[str] = {"__main__"}  # names of all modules that `look` has checked
+_seen: set[str] = {"__main__"}  # names of all modules that `record_imports` has checked
 
 
-def keep(path: Path, content: bytes) -> None:
+def record_file(path: Path, content: bytes) -> None:
     """Record the hash and the words of a user's file, unless it has been recorded before."""
     if path not in _files:
         words = frozenset[str]()
@@ -52,14 +52,14 @@ def keep(path: Path, content: bytes) -> None:
         _files[path] = LoadedFile(hashlib.sha256(content).hexdigest(), words)
 
 
-def look() -> None:
-    """Record the user's files that have been imported since the last look."""
+def record_imports() -> None:
+    """Record the user's files that have been imported since the last call."""
     for name, module in sys.modules.copy().items():  # other threads may import meanwhile
         if name not in _seen:
             _seen.add(name)
             if path := _user_path(name, module):
                 _modules[name] = path
-                _keep_file(path)
+                _read_and_record(path)
 
 
 def loaded_files(roots: Iterable[Path]) -> dict[Path, str]:
@@ -71,7 +71,7 @@ def loaded_files(roots: Iterable[Path]) -> dict[Path, str]:
     Args:
         roots: Resolved paths of files that have been run.
     """
-    look()
+    record_imports()
     hashes = {}
     left = [*roots]
     while left:
@@ -94,7 +94,7 @@ def names_in(roots: Iterable[Path]) -> frozenset[str]:
 
 
 def loaded_sha256(path: Path) -> str | None:
-    """Return the SHA-256 of a file at the time this process loaded it. None if it did not."""
+    """Return the SHA-256 of a file when this process loaded it. None if it is not loaded."""
     return _files[path].sha256 if path in _files else None
 
 
@@ -109,13 +109,13 @@ def script_path() -> Path | None:
     if file is None:
         return None
     path = Path(file).resolve()
-    _keep_file(path)
+    _read_and_record(path)
     return path
 
 
-def _keep_file(path: Path) -> None:
+def _read_and_record(path: Path) -> None:
     with contextlib.suppress(OSError):
-        keep(path, path.read_bytes())
+        record_file(path, path.read_bytes())
 
 
 def _user_path(name: str, module: object) -> Path | None:

@@ -74,9 +74,10 @@ def refuse_unread_keys(keys: Iterable[str], script: Path) -> None:
 
 
 def refuse_unread_words(config: Config) -> None:
-    """Refuse settings on the command line if the script ignores them, without a call of `resolve`.
+    """Refuse settings on the command line of a script that does not call `resolve`.
 
-    A script may also have its own words. A word is refused only if it selects a preset, as in
+    Such a script ignores the settings. Its command line may also have words that only the script
+    understands. A word is refused only if it selects a preset, as in
     model=NAME, or if it sets a key to a value that differs from the configuration.
 
     Raises:

@@ -46,7 +46,8 @@ def without_unknown(values: dict[str, Any]) -> dict[str, Any]:
     """Return a recorded configuration without the keys that this version does not know.
 
     A group with code of the user keeps all its keys, so that a later check refuses a key that the
-    code no longer has. The group `data` drops them, because a run compares the content of its data.
+    code no longer has. The group `data` never keeps unknown keys, because a run compares the
+    content of its data.
     """
     known = {}
     for group, keys in values.items():

@@ -17,7 +17,9 @@ def is_user_defined(group: str, name: str) -> bool:
 
 
 def is_own_model(model: ModelConfig) -> bool:
-    """Return True if a model or a part of its blocks is not built in, or if parts are exchanged.
+    """Return True if a model is not exactly a built-in architecture.
+
+    A user's file may define the model, or a part of its blocks may not be the architecture's own.
 
     The constructor of such a model may compute buffers, and may need any amount of memory.
     """

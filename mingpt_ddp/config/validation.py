@@ -36,7 +36,10 @@ MAX_NAME_BYTES = 255  # longest name of a file on Linux
 
 
 class NotRegisteredError(ConfigError):
-    """A selected name, such as the name of a model, is not registered. `code` may be missing."""
+    """A selected name, such as the name of a model, is not registered.
+
+    The configuration may lack the key `code`.
+    """
 
 
 def check(ok: object, message: str) -> None:
@@ -141,16 +144,16 @@ def is_supported(hint: Any) -> bool:
     return hint in SCALARS
 
 
-def parts(hint: Any) -> Iterator[Any]:
+def type_parts(hint: Any) -> Iterator[Any]:
     """Yield all type arguments of a type, nested ones first, then the type itself."""
     for part in typing.get_args(hint):
-        yield from parts(part)
+        yield from type_parts(part)
     yield hint
 
 
 def _without_loss(value: Any, hint: Any) -> Any:
     """Convert 1e3 to an int if an int is allowed, and 7 to a str if only a str is allowed."""
-    allowed = list(parts(hint))
+    allowed = list(type_parts(hint))
     takes_list = any(typing.get_origin(part) in (list, tuple) for part in allowed)
     if isinstance(value, (list, tuple)) and takes_list:
         return [_without_loss(item, hint) for item in value]
@@ -188,7 +191,7 @@ def _question(value: Any, hint: Any) -> str:
     if not isinstance(value, str):
         return ""
     literals: list[str] = []
-    for part in parts(hint):
+    for part in type_parts(hint):
         if typing.get_origin(part) is Literal:
             literals += map(str, typing.get_args(part))
     synonym = SYNONYMS.get(value.lower())

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mingpt_ddp.config.keys.components import DataConfig, Form
+from mingpt_ddp.config.keys.components import DataConfig, TextFormat
 from mingpt_ddp.data.tokenizers.tokenizer import tokenizer_from_state
 from mingpt_ddp.data.tokens.shards import Shards
 from mingpt_ddp.data.tokens.token_files import TokenFile
@@ -26,7 +26,7 @@ class EncodedText:
         dtype: Type of a token on disk.
         tokens_sha256: SHA-256 of tokens.bin, or "" if the tokens are in token files.
         parts: For each split, the number of tokens from each source. Empty if the whole text was
-            encoded at once; the configuration then splits it by position.
+            encoded at once. The configuration then splits it by position.
         form: The format in which the source was read, as data.format. It is never auto.
         notes: Lines for the log, which say how each text was read.
         files: The token files that hold the tokens of these parts. Empty if tokens.bin holds them.
@@ -39,7 +39,7 @@ class EncodedText:
     dtype: str
     tokens_sha256: str
     parts: list[list[int]] = field(default_factory=list)
-    form: Form = "text"
+    form: TextFormat = "text"
     notes: list[str] = field(default_factory=list)
     files: list[TokenFile] = field(default_factory=list)
 
@@ -64,7 +64,7 @@ class RecordedText:
     """
 
     sha256: str
-    form: Form = "text"
+    form: TextFormat = "text"
 
 
 def split_bounds(length: int, config: DataConfig) -> list[int]:

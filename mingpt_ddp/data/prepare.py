@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from mingpt_ddp.config.keys.components import SPLITS_WITH_OWN_TEXT, DataConfig, Form
+from mingpt_ddp.config.keys.components import SPLITS_WITH_OWN_TEXT, DataConfig, TextFormat
 from mingpt_ddp.data.dataset import EncodedText, RecordedText
 from mingpt_ddp.data.locate_tokens import locate
 from mingpt_ddp.data.text.encode import encode, is_divided
@@ -27,8 +27,8 @@ from mingpt_ddp.errors import DataError, UserError
 
 # Settings that reduce a data configuration to a single text.
 ONE_TEXT: dict[str, Any] = dict.fromkeys(("sources", "val_paths", "split_paths", "sha256"))
-# The longest tick of any file system's clock is two seconds, on FAT. A later write changes the time
-# of a file that is older.
+# The longest tick of any file system's clock is two seconds, on FAT. If a file is older than that,
+# any later write changes its time.
 SETTLED_NS = 2_000_000_000
 
 
@@ -134,7 +134,7 @@ def _texts_in_recorded_form(
     config: DataConfig,
     tokenizer: Tokenizer | None,
     cache: TextCache,
-    form: Form,
+    form: TextFormat,
     source: str = "",
 ) -> "Texts":
     """Open texts that are to be read in the format that a snapshot has recorded.
@@ -152,7 +152,7 @@ def _texts_in_recorded_form(
 class Texts:
     """Texts that are encoded together, into one directory of the cache.
 
-    They are the text of `data.path`, or all texts of `data.sources`, and those of
+    They are the text of `data.path` or the texts of `data.sources`, and the texts of
     `data.split_paths`.
     """
 
@@ -161,7 +161,7 @@ class Texts:
         config: DataConfig,
         tokenizer: Tokenizer | None,
         cache: TextCache,
-        recorded_form: Form | None = None,
+        recorded_form: TextFormat | None = None,
         source: str = "",
         form: str = "",
     ) -> None:

@@ -23,16 +23,16 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.micro_batches = 1  # number of this rank's micro-batches in a step
+        self.n_micro_batches = 1  # number of this rank's micro-batches in a step
         self._steps: deque[list[Any]] = deque(maxlen=LATEST_STEPS)  # begin and end of each step
 
-    def attach(self, model: nn.Module, micro_batches: int) -> None:
+    def attach(self, model: nn.Module, n_micro_batches: int) -> None:
         """Watch the backward passes of a model.
 
         Args:
-            micro_batches: Number of this rank's micro-batches in a step.
+            n_micro_batches: Number of this rank's micro-batches in a step.
         """
-        self.micro_batches = micro_batches
+        self.n_micro_batches = n_micro_batches
         first = next((p for p in model.parameters() if p.requires_grad), None)
         if first is not None:  # its gradient is usually the last
             first.register_post_accumulate_grad_hook(lambda _: self._stop())

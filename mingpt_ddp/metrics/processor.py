@@ -189,7 +189,7 @@ class MetricsProcessor:
         metrics["speed/communication_exposed_ms"] = exposed_s * 1e3
         metrics.update(self.utilization.metrics(measured[f"speed/{self.task.unit}_per_s"]))
         work_ms = measured.get("speed/work_ms", 0.0)
-        slowest = slowest_rank(self.runtime.group, work_ms, strategy.clock.micro_batches)
+        slowest = slowest_rank(self.runtime.group, work_ms, strategy.clock.n_micro_batches)
         self.log(step, metrics, {"speed/goodput": goodput, **slowest})
         self._log_line(step, last, metrics)
         return metrics

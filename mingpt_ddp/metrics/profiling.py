@@ -66,13 +66,13 @@ class Profiler:
     def step(self) -> None:
         """Tell the profiler that a step begins, so that it records the steps to profile."""
         if self._profile is not None:
-            with torch_internals.without_profiler_marks():
+            with torch_internals.without_profiler_noise():
                 self._profile.step()
 
     def close(self) -> None:
         """End the profile if the run ends before the last step to profile."""
         if self._profile is not None:
-            with torch_internals.without_profiler_marks():
+            with torch_internals.without_profiler_noise():
                 self._profile.stop()
 
     def _write(self, profile: torch.profiler.profile) -> None:

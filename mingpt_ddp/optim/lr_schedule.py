@@ -69,7 +69,7 @@ def _user_factor(
         CodeError: The schedule returned something other than a finite number of at least 0.
     """
     where = f"the schedule {config.schedule}"
-    factor = schedule(step, total, config.own_schedule())
+    factor = schedule(step, total, config.schedule_config())
     try:
         rate = float(factor)
     except (TypeError, ValueError, OverflowError) as error:

@@ -166,7 +166,7 @@ def worker_environ(first: DistEnv, index: int, local_world_size: int) -> dict[st
     """Return the environment variables that torchrun would set for a worker.
 
     Args:
-        first: Ranks of the first worker on this node.
+        first: Rank, world size and store of the first worker on this node.
         index: Number of the worker on this node, counted from 0.
         local_world_size: Number of workers on this node.
     """

@@ -106,7 +106,7 @@ class SnapshotManager:
             SnapshotError: There are snapshots, but the run cannot resume from any of them.
         """
         group = self.runtime.group
-        whole = self.runtime.strategy.shards == 1
+        whole = self.runtime.strategy.n_shards == 1
         if not whole:
             self._shard_plan.check_reach()
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.config.keys.components import DataConfig, Form
+from mingpt_ddp.config.keys.components import DataConfig, TextFormat
 from mingpt_ddp.config.recorded import with_data_format
 from mingpt_ddp.data.dataset import RecordedText
 from mingpt_ddp.errors import ConfigError, SnapshotError
@@ -27,7 +27,7 @@ def recorded_text(state: Any) -> RecordedText | None:
     """
     try:
         form = state["text"].get("format", "text")
-        if form in get_args(Form):
+        if form in get_args(TextFormat):
             return RecordedText(recorded_sha256(state), form)
     except (AttributeError, LookupError, TypeError):
         return None
@@ -54,7 +54,7 @@ def with_recorded_format(config: Config, state: Any, command_line_keys: Containe
     with contextlib.suppress(LookupError, TypeError):  # a damaged state is refused later
         form = with_data_format(state["config"])["data"]["format"]
         used_format = state["text"].get("format", "text")
-    if form not in get_args(Form):
+    if form not in get_args(TextFormat):
         form = "text"
     if form != "auto":
         used_format = form

@@ -45,7 +45,7 @@ class Faulty(nn.Module):
 
 
 def fail(step):
-    """Run the code of FAULT; return the factor of the logits."""
+    """Run the code in FAULT. Return a factor for the logits."""
     at, rank, times, code = os.environ.get("FAULT", "0 0 0 pass").split(maxsplit=3)
     own = os.environ.get("RANK", "0")
     if step != int(at) or rank not in ("all", own):

@@ -48,7 +48,7 @@ class ConvolutionConfig(ModelConfig):
 
 @register("model", "convolution", ConvolutionConfig)
 class Convolution(nn.Module):
-    """Each character sees the three before it."""
+    """Each character depends on the three characters before it."""
 
     def __init__(self, config, vocab_size, block_size):
         super().__init__()

@@ -24,7 +24,7 @@ from mingpt_ddp.data.text.origins import find_origins
 from mingpt_ddp.data.text.text_cache import TextCache
 from mingpt_ddp.loop import Runtime, build_task, read_env
 
-CHARACTERS = 512  # length of a document, which is four windows
+DOCUMENT_CHARACTERS = 512  # a document has four windows
 STEPS = [
     *TINY,
     "trainer.max_steps=10",
@@ -79,10 +79,10 @@ def plant(path: Path, corrupted: list[int]) -> None:
     characters = sorted({*pages} - {"\n"})
     with path.open("w") as file:
         for number in range(1, 2 * 1024 + 1):
-            begin = number * CHARACTERS % (len(pages) - CHARACTERS)
-            text = pages[begin : begin + CHARACTERS]
+            begin = number * DOCUMENT_CHARACTERS % (len(pages) - DOCUMENT_CHARACTERS)
+            text = pages[begin : begin + DOCUMENT_CHARACTERS]
             if number in corrupted:
-                text = "".join(draw.choices(characters, k=CHARACTERS))
+                text = "".join(draw.choices(characters, k=DOCUMENT_CHARACTERS))
             file.write(json.dumps({"text": text}) + "\n")
 
 

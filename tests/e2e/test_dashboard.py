@@ -35,7 +35,7 @@ SWEEP = [
     "trainer.sample_every=null",
     "tracker=[]",
 ]
-ENDED = 8  # number of trials that must have ended before the test looks
+MIN_ENDED_TRIALS = 8  # the tests look at the sweep once this many trials have ended
 KEYS = {"optimizer.lr", "optimizer.weight_decay"}
 
 
@@ -53,7 +53,7 @@ def running(tmp_path: Path) -> Iterator[Path]:
     """Start a sweep and return its directory. At the end, the sweep is preempted."""
     job = Job(SWEEP, tmp_path)
     directory = tmp_path / "outputs" / "optuna_lr"
-    wait_for(lambda: len(results(directory)) >= ENDED, what="the first trials")
+    wait_for(lambda: len(results(directory)) >= MIN_ENDED_TRIALS, what="the first trials")
     yield directory
     assert job.process.poll() is None, f"the sweep has ended:\n{job.text()[-2000:]}"
     job.process.send_signal(signal.SIGTERM)
@@ -129,7 +129,7 @@ def test_the_dashboard_follows_a_sweep_while_it_runs(browser, running):
         shown = float(re.search(best, text(browser))[1])
         assert shown in losses(running)
         browser.open(f"{page}/trials")
-        wait_for(lambda: number_of_trials(browser) > ENDED, what="the trials")
+        wait_for(lambda: number_of_trials(browser) > MIN_ENDED_TRIALS, what="the trials")
         assert {"Complete", "Pruned"} <= set(text(browser).splitlines())
         assert "Trial 0\nComplete" in text(browser)
         before = number_of_trials(browser)

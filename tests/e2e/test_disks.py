@@ -14,8 +14,8 @@ import pytest
 from launching import TINY, Job, call, committed, python_main, wait_for
 from runs import verified_steps
 
-SIZE = 205  # approximate size of a snapshot of these runs in KiB
-ROOM = 3 * SIZE  # size of a disk for two snapshots and the directories
+SNAPSHOT_KIB = 205  # approximate size of a snapshot of these runs
+DISK_KIB = 3 * SNAPSHOT_KIB  # a disk has space for two snapshots and the directories
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ KEEP_ALL = ["snapshot.every_steps=1", "snapshot.keep_last=99", "snapshot.backgro
 
 @pytest.mark.parametrize("max_failures", [0, 2])
 def test_a_full_disk_ends_the_run_after_too_many_failures(max_failures, tmp_path, disk):
-    full = disk("full", ROOM)
+    full = disk("full", DISK_KIB)
     done = train(
         tmp_path, f"snapshot.path={full}", f"snapshot.max_failures={max_failures}", *KEEP_ALL
     )
@@ -80,7 +80,7 @@ def test_a_full_disk_ends_the_run_after_too_many_failures(max_failures, tmp_path
 
 
 def test_a_full_disk_does_not_cause_a_restart(tmp_path, disk):
-    full = disk("full", ROOM)
+    full = disk("full", DISK_KIB)
     paths = [f"snapshot.path={full}", "snapshot.max_failures=0", *KEEP_ALL]
     done = train(tmp_path, *paths, "ddp.nproc_per_node=2", "trainer.micro_batch_size=6")
     assert done.returncode == 2, done.stdout
@@ -93,8 +93,8 @@ def test_a_full_disk_does_not_cause_a_restart(tmp_path, disk):
 
 
 def test_a_read_only_disk_is_refused_at_the_start(tmp_path, disk):
-    directory = disk("readonly", ROOM)
-    disk("readonly", ROOM, "remount", "ro")
+    directory = disk("readonly", DISK_KIB)
+    disk("readonly", DISK_KIB, "remount", "ro")
     for args in ([f"snapshot.path={directory}"], [f"run.root={directory}"]):
         done = train(tmp_path, *args)
         assert done.returncode == 2, done.stdout
@@ -104,7 +104,7 @@ def test_a_read_only_disk_is_refused_at_the_start(tmp_path, disk):
 
 
 def test_a_disk_that_is_full_for_a_while(tmp_path, disk):
-    directory = disk("filling", 4 * SIZE)
+    directory = disk("filling", 4 * SNAPSHOT_KIB)
     args = [
         f"snapshot.path={directory}",
         "snapshot.max_failures=1000000",

@@ -25,7 +25,7 @@ TOY = ["experiment=toy"]
 DIGITS = ["task=classification", "model=convnet", "data=digits"]
 DEFAULTS = ["run.root={tmp}/runs", "run.name=run", "tracker.tensorboard=false"]
 # A non-default value for each key. Other keys change only if the value is invalid without them.
-OTHERS = {
+OTHER_VALUES = {
     "run.name": ["run.name=other"],
     "run.root": ["run.root={tmp}/elsewhere"],
     "model.name": ["model.name=label"],
@@ -71,7 +71,7 @@ OTHERS = {
     "tracker.uri": ["tracker.uri=file:{tmp}/mlruns"],
 }
 # Settings for both runs of a key, if the key has no effect with the default settings.
-SHARED = {
+SHARED_SETTINGS = {
     "snapshot.mtbf_hours": ["snapshot.every_steps=auto"],
     "ddp.reduction": ["trainer.micro_batch_size=3"],
     "ddp.bucket_cap_mb": ["ddp.strategy=ddp"],
@@ -80,7 +80,7 @@ SHARED = {
     "ddp.find_unused_parameters": ["ddp.strategy=ddp"],
 }
 # Keys that other tests cover, since they need more processes, accounts or a user's files.
-ELSEWHERE = {
+TESTED_ELSEWHERE = {
     "ddp.nproc_per_node": "tests/contract/test_resume.py",
     "ddp.tensor_parallel": "tests/multiprocess/test_tensor_parallel.py",
     "tracker.wandb": "tests/e2e/test_trackers.py",
@@ -123,7 +123,7 @@ def settings(key: str) -> tuple[str, ...]:
         return (*DIGITS, *DEFAULTS)
     if key == "trainer.compile":  # compiling a layer of a text model takes half a minute longer
         return (*TOY, *DEFAULTS)
-    return (*TEXT, *DEFAULTS, *SHARED.get(key, []))
+    return (*TEXT, *DEFAULTS, *SHARED_SETTINGS.get(key, []))
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def undisturbed(texts, tmp_path_factory) -> Callable[[tuple[str, ...]], dict[str
     return trained
 
 
-@pytest.mark.parametrize("key", OTHERS)
+@pytest.mark.parametrize("key", OTHER_VALUES)
 def test_another_value_changes_no_weights_or_only_their_last_bits(
     key, texts, undisturbed, tmp_path
 ):
@@ -154,7 +154,7 @@ def test_another_value_changes_no_weights_or_only_their_last_bits(
     assert changes in ("nothing", "measurement", "rounding")
     if key == "trainer.compile" and not shutil.which("g++"):
         pytest.skip("torch.compile needs g++")
-    words = [*settings(key), *OTHERS[key]]
+    words = [*settings(key), *OTHER_VALUES[key]]
     found = train([word.format(texts=texts, tmp=tmp_path) for word in words], tmp_path)
     check_same(found, undisturbed(settings(key)), TOLERANCE if changes == "rounding" else 0.0)
 
@@ -179,6 +179,6 @@ def test_every_key_without_an_effect_is_tested():
     effects = documented_effects().items()
     no_end = ("nothing", "measurement", "rounding")
     found = {key for key, effect in effects if effect in no_end and not key.startswith("sweep.")}
-    assert found == {*OTHERS, *ELSEWHERE}
-    for path in {*ELSEWHERE.values()}:
+    assert found == {*OTHER_VALUES, *TESTED_ELSEWHERE}
+    for path in {*TESTED_ELSEWHERE.values()}:
         assert (ROOT / path).is_file(), path

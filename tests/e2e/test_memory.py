@@ -36,7 +36,7 @@ class Greedy(nn.Module):
         self.passes += self.training
         is_due = self.passes == <at> and self.training
         is_due = is_due or (<at> == 0 and not self.training)
-        if is_due and os.environ.get("RANK") == "1":  # rank zero alone tries it before the run
+        if is_due and os.environ.get("RANK") == "1":  # skips rank zero's trial before the run
             with open(FAILURES, "a+") as file:
                 file.seek(0)
                 if len(file.read()) < <times>:

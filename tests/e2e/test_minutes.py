@@ -14,7 +14,7 @@ from runs import fail, succeed, tool
 from snapshot_helpers import digests
 
 WARMUP = 5
-END = 40  # number of steps that the minutes of the last resume allow
+END_STEP = 40  # number of steps that the minutes of the last resume allow
 SETTINGS = [
     *[word for word in TINY if not word.startswith(("trainer.max_", "optimizer.warmup"))],
     f"optimizer.warmup_steps={WARMUP}",
@@ -48,13 +48,13 @@ def test_killed_before_and_after_the_number_of_steps_is_fixed(tmp_path):
     assert state["steps"] == round(steps) > 28
 
     shutil.copytree(killed, undisturbed)
-    minutes = f"trainer.max_minutes={given * END / state['steps']!r}"  # time for END steps
+    minutes = f"trainer.max_minutes={given * END_STEP / state['steps']!r}"
     kill_before(33, [*torchrun(3), *SETTINGS, minutes], killed, lambda: 30 in committed(run))
     text = succeed([*torchrun(2), *SETTINGS, minutes], killed)
-    assert f"resuming from the snapshot of step 30 of {END}" in text
-    assert f"in {END} steps" in text
+    assert f"resuming from the snapshot of step 30 of {END_STEP}" in text
+    assert f"in {END_STEP} steps" in text
     succeed([*python_main(), *SETTINGS, minutes], undisturbed)
-    assert max(committed(run)) == END
+    assert max(committed(run)) == END_STEP
     assert digests(run) == digests(undisturbed / "outputs" / "run")
 
 

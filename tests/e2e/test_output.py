@@ -17,7 +17,7 @@ from forked import UNREAD, open_output, server_of
 from launching import PATIENCE_S, ROOT, TINY, environment, python_main
 
 SWEEP = ["-m", *TINY, "run.name=lr", "optimizer.lr=1e-3,1e-2"]
-FULL = "output error: cannot write to standard output: No space left on device; "
+FULL_ERROR = "output error: cannot write to standard output: No space left on device; "
 FULL_DISK = "/dev/full"
 RUN = "outputs/job"
 CLOSED_PIPE = 128 + signal.SIGPIPE
@@ -95,7 +95,7 @@ def test_results_are_on_standard_output_and_logs_on_standard_error(cwd):
 def test_a_full_output_is_reported_in_one_line(name, cwd):
     done = run(tool(name), cwd, stdout=FULL_DISK)
     *before, last = done.stderr.splitlines()
-    assert (done.returncode, last.startswith(FULL)) == (2, True), done.stderr
+    assert (done.returncode, last.startswith(FULL_ERROR)) == (2, True), done.stderr
     assert not [line for line in before if "rror" in line or "Traceback" in line]
 
 
@@ -114,7 +114,7 @@ def test_a_complete_sweep_whose_table_cannot_be_written(parallel, tmp_path):
     command = [*python_main(), *SWEEP, f"sweep.parallel={parallel}"]
     first = run(command, tmp_path, stdout=FULL_DISK)
     *_, summary, last = first.stderr.splitlines()
-    assert (first.returncode, last.startswith(FULL)) == (2, True), first.stderr
+    assert (first.returncode, last.startswith(FULL_ERROR)) == (2, True), first.stderr
     assert summary == "sweep: 2 jobs, 0 already complete, 0 failed"
     second = run(command, tmp_path)
     assert second.returncode == 0, second.stderr

@@ -73,7 +73,7 @@ from mingpt_ddp.data.samples import Datasets
 from mingpt_ddp.registry import DatasetConfig, TaskConfig, register
 from mingpt_ddp.tasks import Task
 
-DIGITS, PROMPT = 10, 4  # four digits, then the same four backwards
+DIGITS, PROMPT = 10, 4  # a prompt is four digits, and its answer the same four backwards
 
 @register("dataset", "backwards", DatasetConfig)
 def backwards(config):
@@ -84,7 +84,7 @@ def backwards(config):
 
 @register("task", "answers", TaskConfig)
 class Answers(Task):
-    def loss(self, model, batch):  # of the answer alone
+    def loss(self, model, batch):  # only the answer counts
         tokens, targets = batch
         logits = model(tokens)[:, PROMPT - 1 :]
         return F.cross_entropy(logits.flatten(0, 1), targets[:, PROMPT - 1 :].flatten())

@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(sys.platform != "linux", reason="needs /proc"),
 ]
-BETWEEN_S = 0.5  # time between two Ctrl-C
+CTRL_C_INTERVAL_S = 0.5
 
 KILLED = r"rank {} was killed by SIGKILL"
 # The message depends on who notices first: the launcher, a watchdog or the rendezvous.
@@ -267,7 +267,7 @@ def test_the_second_ctrl_c_ends_everything(case, tmp_path, undisturbed):
         if case.process != "none":
             job.inject(signal.SIGSTOP)
         os.killpg(job.job.process.pid, signal.SIGINT)
-        time.sleep(BETWEEN_S)
+        time.sleep(CTRL_C_INTERVAL_S)
         sent_at = time.monotonic()
         with contextlib.suppress(ProcessLookupError):  # the first Ctrl-C may have been enough
             os.killpg(job.job.process.pid, signal.SIGINT)

@@ -138,7 +138,7 @@ from hydra.experimental.callback import Callback
 
 class Print(Callback):
     def on_job_end(self, config, job_return, **kwargs):
-        if config.hydra.mode.name == "MULTIRUN":  # not of a worker
+        if config.hydra.mode.name == "MULTIRUN":  # a worker of a job has another mode
             os.write(1, f"returned {job_return.return_value!r}\\n".encode())
 """
 

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]  # the first te
 # characters that tokenizers treat as special.
 CYCLE = "\n\r\tthe quick  brown\u00a0\u3000fox e\u0301é😀\u200d\x00\x85\"'<|/>#[]Ġ▁ jumps\n\n over,"
 TEXT = CYCLE * 200
-PROMPT = 8  # length of the prompt in tokens
+PROMPT_TOKENS = 8
 # The overrides of a run by the name of the case. One process loads all exports, since transformers
 # takes long to import.
 CASES = {
@@ -157,7 +157,8 @@ def test_transformers_gives_the_same_results(name, found):
     with torch.no_grad():
         torch.testing.assert_close(torch.tensor(theirs["logits"]), ours(x)[0], atol=1e-4, rtol=0)
     new = [
-        int(token) for token in generate(ours, x[:, :PROMPT], 200, SamplingParams(temperature=0))
+        int(token)
+        for token in generate(ours, x[:, :PROMPT_TOKENS], 200, SamplingParams(temperature=0))
     ]
     assert len({*new}) > 3  # the model has learnt the text
     assert theirs["new"] == new and theirs["continuation"] == tokenizer.decode(new)

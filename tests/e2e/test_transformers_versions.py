@@ -68,7 +68,7 @@ for name in ("gpt", "modern", "ngrams"):
         continue
     longer = {**greedy, "max_new_tokens": 25}
     new["moving"], _ = lengths_of(lambda: model.generate(tokens, **longer))
-    if not transformers.__version__.startswith("4."):  # which knows no cache of others
+    if not transformers.__version__.startswith("4."):  # version 4 accepts no other cache
         start = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
         begun = model.generate(tokens[:, :5], **start)
         key = "cache" if "cache" in begun else "past_key_values"
@@ -106,7 +106,7 @@ from transformers import AutoModelForCausalLM
 
 for name in sys.argv[1:]:
     model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True).eval()
-    model.config.use_cache = False  # logits alone
+    model.config.use_cache = False  # the graph returns only logits
     tokens = torch.arange(7).repeat(2, 1)
     given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     sizes = {0: "batch", 1: "length"}

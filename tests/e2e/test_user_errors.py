@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from mingpt_ddp.registry import ModelConfig, register
 
-FAULTS = <faults>  # by step: in how many attempts it fails on the last rank
+FAULTS = <faults>  # for each step, the number of attempts in which the last rank fails there
 HERE = Path(__file__).parent
 
 

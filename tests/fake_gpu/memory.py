@@ -55,7 +55,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator["MemoryTracker"]:
-        """Track memory in this context. FSDP resizes storages, which no mode sees: patch it."""
+        """Track memory in this context, including storages that FSDP resizes unseen by modes."""
         resize = torch.UntypedStorage.resize_
 
         def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:

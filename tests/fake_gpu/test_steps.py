@@ -1,4 +1,4 @@
-"""Check training steps on the fake GPU: they need the planned memory, and the host never waits.
+"""Check training steps on the fake GPU: their memory is as planned, and the host need not wait.
 
     pytest tests/fake_gpu -s
 
@@ -39,8 +39,8 @@ class Case:
     words: list[str]
     strategy: str = "single"
     ranks: int = 1
-    passes: int = 1  # micro-batches of a rank in a step
-    parts: int = 1  # ranks that hold a copy of the model together
+    passes: int = 1  # number of micro-batches of a rank in a step
+    ranks_per_copy: int = 1  # number of ranks that share a copy of the model
     # How often the host waits for the GPU, by kind and place.
     waits: dict[str, int] = field(default_factory=dict)
 
@@ -50,10 +50,10 @@ class Case:
         return 50257 if "data.block_size=1024" in self.words else 65
 
     def overrides(self) -> list[str]:
-        batch = MICRO * self.ranks // self.parts * self.passes
+        batch = MICRO * self.ranks // self.ranks_per_copy * self.passes
         return [
-            f"ddp.strategy={'auto' if self.parts > 1 else self.strategy}",
-            f"ddp.tensor_parallel={self.parts}",
+            f"ddp.strategy={'auto' if self.ranks_per_copy > 1 else self.strategy}",
+            f"ddp.tensor_parallel={self.ranks_per_copy}",
             f"trainer.batch_size={batch}",
             f"trainer.micro_batch_size={MICRO}",
             "trainer.precision=bf16",
@@ -76,7 +76,9 @@ PLANNED = {
     "fsdp on 64": Case(GPT2, "fsdp", 64),
     "fsdp on 8, 2 micro-batches": Case(GPT2, "fsdp", 8, passes=2),
     "hsdp on 64": Case(GPT2, "hsdp", 64),
-    "tensor parallel on 8": Case([*GPT2, "model.dropout=0"], "tensor_parallel", 8, parts=4),
+    "tensor parallel on 8": Case(
+        [*GPT2, "model.dropout=0"], "tensor_parallel", 8, ranks_per_copy=4
+    ),
     "characters": Case(CHARACTERS),
     "characters, recomputed": Case([*CHARACTERS, RECOMPUTED]),
     "characters, modern": Case([*MODERN_CHARACTERS, "model.dropout=0.1"]),

@@ -44,7 +44,7 @@ from mingpt_ddp.config.config import OMITTED_IF_NULL
 from mingpt_ddp.config.keys.components import DatasetConfig, TaskConfig
 from mingpt_ddp.config.keys.model_config import ModelConfig
 from mingpt_ddp.config.keys.schema import GROUPS
-from mingpt_ddp.config.validation import field_types, parts
+from mingpt_ddp.config.validation import field_types, type_parts
 
 SMALL = ["trainer.device=cpu", "trainer.max_steps=2", "tracker=[]"]
 TEXT = ["data=text_file", "data.path=good.txt", "data.block_size=8", "trainer.batch_size=2", *SMALL]
@@ -261,7 +261,7 @@ def _value(
         raw: Return the value as it is, without the quotes of Hydra's grammar.
         is_path: The key takes a path, so most values are files.
     """
-    types = [*parts(hint)]
+    types = [*type_parts(hint)]
     takes_text, takes_number = str in types, int in types or float in types
     kind = rng.random()
     if takes_text and kind < (0.85 if is_path or name in TREES else 0.25):

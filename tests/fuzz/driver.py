@@ -1,6 +1,8 @@
 """Start tests/fuzz/worker.py, which runs the cases, and check their outcomes.
 
-python tests/fuzz/driver.py SEED NUMBER      # make the directory of one case, and print its command
+    python tests/fuzz/driver.py SEED NUMBER
+
+makes the directory of one case and prints its command.
 """
 
 from __future__ import annotations

@@ -35,12 +35,12 @@ from fuzz.world import STEPS, World  # noqa: E402
 from one_process import reset  # noqa: E402
 
 CASES_PER_PROCESS = 200
-FULL = 3  # exit code of a process that has run CASES_PER_PROCESS
+BATCH_DONE = 3  # exit code of a process that has run CASES_PER_PROCESS cases
 # A case that takes longer is ended. driver.py has a lower limit for cases that end by themselves.
 HANG_S = 120
 MARGIN_S = 5  # SIGALRM comes this long after HANG_S, if the first timeout had no effect
-# Bytes that a case may allocate, in addition to torch's, before it gets a MemoryError.
-MAX_ADDRESSES = 6 << 30
+# A case gets a MemoryError if it allocates more than this, in addition to torch's memory.
+MAX_EXTRA_BYTES = 6 << 30
 COMMANDS = ("train", "sample", "evaluate", "snapshots", "report", "plan", "again")
 
 
@@ -173,7 +173,7 @@ def run(case: Case, outputs: list[Path]) -> dict[str, Any]:
 def serve(world: World, requests: io.TextIOWrapper, answers: io.TextIOWrapper) -> int:
     """Run requested cases, at most CASES_PER_PROCESS. Return the exit code of this process."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + MAX_ADDRESSES, used + MAX_ADDRESSES))
+    resource.setrlimit(resource.RLIMIT_AS, (used + MAX_EXTRA_BYTES, used + MAX_EXTRA_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -195,7 +195,7 @@ def serve(world: World, requests: io.TextIOWrapper, answers: io.TextIOWrapper) -
             name for name in sorted({*before, *after}) if before.get(name) != after.get(name)
         ]
         print(json.dumps({**answer, "changed": changed}), file=answers, flush=True)
-    return FULL
+    return BATCH_DONE
 
 
 def forked(work: Callable[[], int]) -> int:
@@ -228,7 +228,7 @@ def main() -> None:
     forked(lambda: world.make() or 0)
     gc.freeze()
     while status := forked(lambda: serve(world, os.fdopen(os.dup(0)), answers)):
-        if status != FULL:
+        if status != BATCH_DONE:
             ended = {
                 "code": status,
                 "accepted": False,

@@ -1,1 +1,1 @@
-"""Tests on several ranks. (A package, so that an installed one of this name cannot shadow it.)"""
+"""Tests on several ranks. It is a package so that an installed `multiprocess` cannot shadow it."""

@@ -1,9 +1,8 @@
-"""Ranks in processes of their own, which form a process group with the Runtime of the package, over
-gloo.
+"""Run a function on several ranks. Each rank is a process, and they form a gloo process group.
 
-A test passes a function of its module; every rank calls it with the same keyword arguments, and its
-return value comes back as JSON. A fork server that has imported torch once forks the processes, so
-that they start quickly.
+A test passes a function of its module. Every rank calls it with the same keyword arguments, and its
+return value comes back as JSON. The processes start quickly, because they are forked from a server
+that has already imported torch.
 """
 
 from __future__ import annotations
@@ -34,18 +33,20 @@ from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
 from mingpt_ddp.config.job import Job
 
-EXAMPLES = [ROOT / "examples" / name for name in ("digits", "toy")]  # on the search path
+# examples whose presets can be selected
+EXAMPLES = [ROOT / "examples" / name for name in ("digits", "toy")]
 processes = multiprocessing.get_context("forkserver")
-# torch imports the latter two eventually.
+# torch would import the last two later.
 processes.set_forkserver_preload(
     ["mingpt_ddp.training.run", "torch._inductor.config", "torch.utils.tensorboard"]
 )
 
 
 def configure(*overrides: str) -> dict[str, Any]:
-    """Compose a configuration; return the plain values that `config.from_mapping` reads.
+    """Compose a configuration. Return plain values for `config.from_mapping`.
 
-    The presets are composed once, which takes most of the time, and the values set as Hydra does.
+    Composing presets takes most of the time, so the result is cached. Single keys are then set as
+    Hydra sets them.
     """
     words = ["trainer.device=cpu", "trainer.precision=fp32", "ddp.timeout_s=60", *overrides]
     values = [word for word in words if re.match(r"\w+\.", word)]
@@ -56,7 +57,7 @@ def configure(*overrides: str) -> dict[str, Any]:
 
 
 def typed(values: dict[str, Any]) -> Config:
-    """Return the typed configuration; if it names the code of an example, register that here."""
+    """Return the typed configuration. If it names code of an example, run that code first."""
     if any("code" in keys for keys in values.values()):
         run_code(values, EXAMPLES)
     return from_mapping(values)
@@ -69,7 +70,7 @@ def composed(*presets: str) -> DictConfig:
 
 
 def train_in_turn(configs: list[dict[str, Any]]) -> list[float]:
-    """Train one run after the other in this rank, as in a sweep; return their validation losses."""
+    """Train one run after another on this rank, as a sweep does. Return their validation losses."""
     from mingpt_ddp.distributed.runtime import Runtime
     from mingpt_ddp.process.env import read_env
     from mingpt_ddp.training.run import train_run
@@ -87,7 +88,7 @@ def train_in_turn(configs: list[dict[str, Any]]) -> list[float]:
 class Ranks:
     """Some or all ranks of a running job.
 
-    Those still alive at the end of the `with` block are killed.
+    Ranks that are still alive at the end of the `with` block are killed.
     """
 
     def __init__(
@@ -102,11 +103,11 @@ class Ranks:
     ) -> None:
         """
         Args:
-            directory: for the results and the output of the ranks.
-            port: of the key-value store of the job on this machine; by default a free one.
-            agent: the store exists already and outlives the ranks, like that of an elastic agent;
-                else rank 0 hosts it.
-            only: the ranks to start, by default all.
+            directory: Folder for the results and the output of the ranks.
+            port: Port of the job's key-value store on this machine. By default a free port.
+            agent: The store exists already and outlives the ranks, like the store of an elastic
+                agent. Otherwise rank zero hosts it.
+            only: The ranks to start. By default all of them.
         """
         directory.mkdir(parents=True, exist_ok=True)
         job = {
@@ -141,7 +142,7 @@ class Ranks:
         self.kill(*self.processes)
 
     def kill(self, *ranks: int) -> None:
-        """SIGKILL ranks, and wait until they have exited."""
+        """Kill these ranks by SIGKILL, and wait until they have exited."""
         for rank in ranks:
             self.processes[rank].kill()
         for rank in ranks:
@@ -153,12 +154,12 @@ class Ranks:
         )
 
     def results(self, timeout: float = PATIENCE_S) -> list[Any]:
-        """Return the results of all ranks, once all have exited with 0."""
+        """Wait until all ranks have exited with code 0. Return their results."""
         deadline = time.monotonic() + timeout
         while any(process.is_alive() for process in self.processes.values()):
             failed = any(process.exitcode not in (None, 0) for process in self.processes.values())
             if failed or time.monotonic() > deadline:
-                time.sleep(1.0)  # time for the others to report their errors
+                time.sleep(1.0)  # gives the other ranks time to report their errors
                 break
             time.sleep(0.01)
         codes = {rank: process.exitcode for rank, process in self.processes.items()}
@@ -172,7 +173,7 @@ class Ranks:
 def run_ranks(
     world_size: int, work: Callable[..., Any], directory: Path, **arguments: Any
 ) -> list[Any]:
-    """Run `work` on every rank; return the results in rank order."""
+    """Run `work` on every rank. Return the results in rank order."""
     with Ranks(world_size, work, directory, **arguments) as ranks:
         return ranks.results()
 
@@ -180,7 +181,7 @@ def run_ranks(
 def _run_rank(
     environment: dict[str, str], output: Path, file: str, name: str, arguments: dict[str, Any]
 ) -> None:
-    """Run the function of a rank in its process."""
+    """Run the function in this process, as one rank."""
     import torch
 
     with open(output.with_suffix(".txt"), "w") as printed:

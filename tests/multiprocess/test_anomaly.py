@@ -1,4 +1,4 @@
-"""Anomalies: detected by all ranks, attributed to the right one, and skipped or rolled back."""
+"""Anomalies are detected by all ranks, attributed to the right rank, and skipped or rolled back."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ SETTINGS = [
     "snapshot.keep_best=false",
 ]
 
-# Name -> overrides, and the anomaly in micro-batch 1 (of rank 1, if there are two ranks) with its
-# steps.
+# For each name: overrides, and the kind and steps of an anomaly in micro-batch 1. With two ranks,
+# this micro-batch runs on rank 1.
 JOBS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "uninterrupted": ([], {}),
     "stop": ([], {"kind": "loss", "steps": [6]}),
@@ -93,7 +93,7 @@ def inject_anomaly(kind: str, steps: list[int], once: bool = False) -> None:
         parameter = next(
             p for name, p in self.named_parameters() if name == anomalous_parameter(self)
         )
-        return loss + (parameter.sum() * 0).sqrt()  # 0, with a gradient of 0 times infinity
+        return loss + (parameter.sum() * 0).sqrt()  # adds 0, but its gradient is 0 times infinity
 
     train_step.TrainStep.forward, GPT.forward = record_position, forward_with_anomaly
 
@@ -110,11 +110,11 @@ def digest(model: torch.nn.Module) -> str:
 def train_all(
     configs: dict[str, dict[str, Any]], anomalies: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Train one run after the other.
+    """Train one run after another.
 
-    Return the error, or the digest of the final weights of this rank, by run.
+    Return for each run its error, or the digest of this rank's final weights.
     """
-    # The watchdog would keep the store of a failed run open, whose port the next one needs.
+    # The watchdog would keep the store of a failed run open, but the next run needs its port.
     runtime_module.Watchdog = lambda *args: types.SimpleNamespace(start=lambda: None)
     originals = train_step.TrainStep.forward, GPT.forward
     build, models = stages.build_trainable, []
@@ -145,8 +145,9 @@ def train_all(
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return, for a number of ranks, the outcomes of all runs by rank, and the directory of the
-    runs.
+    """Return a function that trains all runs on a number of ranks.
+
+    It returns the outcomes of the runs by rank, and the directory of the runs.
     """
     top = tmp_path_factory.mktemp("anomaly")
 
@@ -175,7 +176,7 @@ def ranks(request) -> int:
 
 
 def error_on_all_ranks(trained, ranks: int, name: str) -> str:
-    """Return the error of a run, which has to be the same on all ranks."""
+    """Return the error of a run. It must be the same on all ranks."""
     reported = [outcomes[name].get("error") for outcomes in trained(ranks)[0]]
     assert reported == [reported[0]] * ranks
     assert reported[0] is not None, "the run did not fail"
@@ -259,7 +260,7 @@ def test_a_skipped_step_keeps_all_ranks_equal(trained, name):
 
 
 def test_skip_and_rollback_give_the_same_weights(trained, ranks):
-    """Rolling back and repeating the steps before the anomaly equals skipping it."""
+    """Rolling back and repeating the steps before the anomaly is equivalent to skipping it."""
     for name in ("skip gradient", "spike", "rollback"):
         assert (
             max_difference(weights(trained, ranks, name), weights(trained, ranks, "skip")) == 0
@@ -278,7 +279,7 @@ def test_rollback(trained, ranks):
 
 @pytest.mark.parametrize("name", ["skip", "rollback"])
 def test_the_curve_has_every_step_once(trained, ranks, name):
-    """Except the skipped step, which has no loss, not a loss of 0."""
+    """The exception is the skipped step. It has no loss, rather than a loss of 0."""
     points = curve(trained, ranks, name)
     assert [step for step in range(1, 15) if step not in points] in ([], [6])
     assert 0.0 not in points.values()

@@ -1,6 +1,4 @@
-"""Asynchronous snapshots, sharded over the ranks: their contents, and failures while they are
-written.
-"""
+"""Asynchronous snapshots that are sharded over the ranks, and failures while they are written."""
 
 from __future__ import annotations
 
@@ -43,7 +41,8 @@ SETTINGS = [
     "snapshot.keep_last=100",
     "snapshot.keep_best=false",
 ]
-PART = 1000  # bytes: here even so small a shard gets its own file
+# With this limit in bytes, even the small tensors of these tests are sharded.
+SHARD_BYTES = 1000
 
 
 def settings(root: Path, name: str, *overrides: str) -> dict[str, Any]:
@@ -62,7 +61,7 @@ def digest(tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> str:
 
 def train(
     values: dict[str, Any],
-    part: int = PART,
+    shard_bytes: int = SHARD_BYTES,
     lag: int = 0,
     fail: dict[str, list[int]] | None = None,
     hang: tuple[int, int, str] | None = None,
@@ -70,22 +69,22 @@ def train(
     """Train with faulty storage.
 
     Args:
-        part: bytes below which the tensors are not sharded.
-        lag: a file is written only when training is this many steps ahead; copies to the staging
+        shard_bytes: Tensors are sharded if each shard has at least this many bytes.
+        lag: Each write waits until training is this many steps ahead. Copies to the staging
             buffer are slow too.
-        fail: by rank, the steps whose files cannot be written.
-        hang: rank, step and file: in its first snapshot from this step on, the rank writes one
-            file, writes the step of the snapshot to `file`, and hangs.
+        fail: For each rank, the steps whose files cannot be written.
+        hang: A rank, a step and a file. In its first snapshot from this step on, the rank writes
+            one file, writes the step of the snapshot to `file`, and hangs.
     """
-    format.MIN_SHARD_BYTES = part
-    manager.QUICK_SAVE_S = 0.0 if lag else 60.0  # independent of the load of the machine
+    format.MIN_SHARD_BYTES = shard_bytes
+    manager.QUICK_SAVE_S = 0.0 if lag else 60.0  # the load of the machine must not matter
     rank, current = int(os.environ["RANK"]), {"step": 0}
     step_changed = threading.Condition()
     report: dict[str, Any] = {"writes": [], "buffers": 0, "restored": None, "error": None}
 
     def step(self: Trainer, number: int) -> Any:
         if lag:
-            time.sleep(0.03)  # in which other threads run, also on a busy machine
+            time.sleep(0.03)  # lets other threads run, also on a busy machine
         with step_changed:
             current["step"] = number
             step_changed.notify_all()
@@ -122,7 +121,7 @@ def train(
 
         def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
             if lag:
-                time.sleep(0.015)  # for each of two files, while training continues
+                time.sleep(0.015)  # makes each of the two copies slow while training continues
             super().fill(tensors)
 
     original_step, original_write_files = Trainer._train, SnapshotStore.write_files
@@ -159,7 +158,7 @@ def root(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def synchronous(root):
-    """Return, for a number of ranks, a run that saves every step synchronously."""
+    """Return a function that trains on a number of ranks, saving every step synchronously."""
     done: dict[int, Path] = {}
 
     def get(ranks: int) -> Path:
@@ -203,9 +202,9 @@ def test_any_number_of_ranks_reads_the_shards(written, read, root, synchronous):
 
 
 def test_small_tensors_are_not_sharded(root, synchronous):
-    """A single file holds the same tensors as the shards."""
+    """One file contains the same tensors as the shards do."""
     values = settings(root, "whole", "trainer.max_steps=4", f"optimizer.schedule_steps={STEPS}")
-    run_ranks(2, train, root / "ranks" / "whole", values=values, part=1 << 24)
+    run_ranks(2, train, root / "ranks" / "whole", values=values, shard_bytes=1 << 24)
     assert tensor_files(root / "whole", 4).keys() == {"model.safetensors", "optimizer.safetensors"}
     one, other = (
         SnapshotStore(str(run / "snapshots")).read(4) for run in (root / "whole", synchronous(2))
@@ -217,8 +216,9 @@ def test_small_tensors_are_not_sharded(root, synchronous):
 
 @pytest.fixture(scope="module")
 def slow_storage(root):
-    """Return, for a number of ranks, a run and its reports; training is seven steps ahead of every
-    write.
+    """Return a function that trains on a number of ranks while each write is seven steps late.
+
+    It returns the run directory and the reports of the ranks.
     """
     done: dict[int, tuple[Path, list[dict[str, Any]]]] = {}
 
@@ -236,8 +236,8 @@ def slow_storage(root):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_snapshot_is_the_state_of_its_step(ranks, slow_storage, synchronous):
-    """Not that of a later one, although training continues while it is staged and written."""
+def test_a_snapshot_has_the_state_of_its_step(ranks, slow_storage, synchronous):
+    """Training continues while the snapshot is staged and written, but does not change it."""
     run, outcomes = slow_storage(ranks)
     assert [outcome["error"] for outcome in outcomes] == [None] * ranks
     steps = committed(run)
@@ -249,7 +249,7 @@ def test_a_snapshot_is_the_state_of_its_step(ranks, slow_storage, synchronous):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_training_does_not_wait_for_slow_storage(ranks, slow_storage):
-    """Snapshots that are due meanwhile are postponed, and the newest state is saved as soon as
+    """Snapshots that are due meanwhile are postponed. The newest state is saved as soon as
     possible.
     """
     run, outcomes = slow_storage(ranks)
@@ -288,7 +288,8 @@ def test_a_kill_during_a_write_keeps_the_older_snapshot(root, synchronous):
     values = settings(root, "killed", "snapshot.every_steps=4")
     with Ranks(2, train, root / "ranks" / "killed", values=values, hang=[1, 8, str(marker)]):
         wait_for(lambda: marker.exists() and marker.read_text(), what="a partial snapshot")
-        step = int(marker.read_text())  # only names: the other rank may be renaming a file
+        # Only file names are compared, since the other rank may be renaming a file.
+        step = int(marker.read_text())
         assert any((run / "snapshots" / f"step_{step:08d}").iterdir())
     assert committed(run) == [4]
     outcomes = run_ranks(2, train, root / "ranks" / "resumed", values=values)

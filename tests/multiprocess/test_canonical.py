@@ -1,4 +1,4 @@
-"""ddp.reduction=canonical: one SHA-256 of model and optimizer on any number of ranks."""
+"""ddp.reduction=canonical: model and optimizer have the same SHA-256 on any number of ranks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def settings(root: Path, kind: str, steps: int = STEPS) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Callable[[int], Path]:
-    """Return, for a number of ranks, the root directory of the runs of all kinds."""
+    """Return a function that trains all kinds of runs on some ranks. It returns their folder."""
     top = tmp_path_factory.mktemp("canonical")
 
     @functools.cache
@@ -81,8 +81,8 @@ def test_the_same_bits_on_any_number_of_ranks(trained, kind, ranks):
     assert digests(trained(ranks) / slug(kind)) == expected
 
 
-def test_other_bits_without_it(tmp_path):
-    """The comparison can fail: the same runs with `fast` differ."""
+def test_the_fast_reduction_gives_other_bits(tmp_path):
+    """This shows that the comparison above can fail."""
     found = []
     for ranks in (1, 3):
         root = tmp_path / f"ranks{ranks}"

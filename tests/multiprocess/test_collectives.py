@@ -25,10 +25,10 @@ from mingpt_ddp.tasks import build_task
 from multiprocess.ranks import configure, run_ranks
 
 WORLD = 3
-# of a different length on every rank
+# Each rank has a value of another length.
 VALUES = [None, "ä€😀" * 50, {"list": [1, 2.5, True], "of": "rank 2"}]
-# as JSON just below, at and above one message, and one long value among short ones
 LONG = "ä€😀" * 40_000  # 360 kB
+# JSON just below, at and above the size of one message, and a long value among short ones.
 LENGTHS = [["x" * (FIRST_PART_BYTES - 3 + n) for n in range(WORLD)], ["", "long" * 999, 7]]
 
 
@@ -42,7 +42,7 @@ def tensors() -> dict[str, torch.Tensor]:
         "bool": torch.tensor([True, False]),
         "scalar": torch.tensor(7.25, dtype=torch.float64),
         "empty": torch.zeros(0, 4),
-        "large": torch.arange(300_000.0),  # a message of its own
+        "large": torch.arange(300_000.0),  # sent in a separate message
     }
 
 
@@ -54,7 +54,7 @@ def is_preserved(received: dict[str, torch.Tensor]) -> dict[str, bool]:
 
 
 def outcome_of(call: Callable[[], Any]) -> list[Any]:
-    """Return the value of a collective, or the class, the message and the cause of its error."""
+    """Return the value of a collective, or the class, message, errno and cause of its error."""
     try:
         return ["value", call()]
     except (UserError, OSError) as caught:
@@ -65,8 +65,9 @@ def outcome_of(call: Callable[[], Any]) -> list[Any]:
 def call_on_rank_zero(
     runtime: Runtime, error: Exception | None, worker: int = 0, per_node: bool = False
 ) -> list[str]:
-    """Call `run_on_rank_zero` or `run_on_each_node`; return the value, or the class and message of
-    the error.
+    """Call `run_on_rank_zero` or `run_on_each_node`.
+
+    Return the value, or the class and the message of the error.
     """
 
     def work() -> str:
@@ -79,13 +80,18 @@ def call_on_rank_zero(
 
 
 def name_nodes(runtime: Runtime, size: int) -> list[Any]:
-    """Return the outcome of a call on the first rank of each node, whose values differ."""
+    """Run a function on the first rank of each node, with a different value on each. Return the
+    outcome.
+    """
     name = f"node {runtime.group.rank}" + "." * size
     return outcome_of(lambda: runtime.group.run_on_each_node(lambda: name))[:2]
 
 
 def prepare_longer_than_the_timeout(runtime: Runtime) -> list[Any]:
-    """Return what takes longer than a collective may, and the activity meanwhile and afterwards."""
+    """Prepare for longer than a collective may take. Return the result and the activity afterwards.
+
+    The result includes the activity while preparing.
+    """
     torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=0.2))
 
     def work() -> list[Any]:
@@ -98,7 +104,7 @@ def prepare_longer_than_the_timeout(runtime: Runtime) -> list[Any]:
 
 
 def decide(runtime: Runtime) -> dict[str, list[Any]]:
-    """Return the outcomes of decisions on rank zero, by what happens."""
+    """Let rank zero decide in several situations. Return the outcome of each, by its name."""
     group = runtime.group
 
     def fail(at: int, error: Exception) -> str:
@@ -130,7 +136,7 @@ def decide(runtime: Runtime) -> dict[str, list[Any]]:
 
 
 def heartbeat_while_blocked(runtime: Runtime) -> list[dict[str, Any]]:
-    """Return the heartbeat while rank 1 lets the others wait, and the one afterwards."""
+    """Let all ranks wait for rank 1. Return the heartbeats meanwhile and afterwards."""
     group, beats = runtime.group, []
     store = group.store
     assert store is not None
@@ -155,8 +161,9 @@ def heartbeat_while_blocked(runtime: Runtime) -> list[dict[str, Any]]:
 
 
 def gather_in_two_threads(runtime: Runtime) -> dict[str, Any]:
-    """Gather in the snapshot thread and in the training thread: rank 0 in this order, the others in
-    the reverse.
+    """Gather values in a snapshot thread and in the training thread.
+
+    On rank zero the snapshot thread begins. On the other ranks the training thread does.
     """
     group, values = runtime.group, {}
 
@@ -180,7 +187,7 @@ def gather_in_two_threads(runtime: Runtime) -> dict[str, Any]:
 
 
 def call_collectives(config: dict[str, Any]) -> dict[str, Any]:
-    """Call everything that is tested below, on one rank; return the results by key."""
+    """Call all collectives that are tested below on this rank. Return the results by key."""
     runtime = Runtime(from_mapping(config), read_env())
     rank = runtime.group.rank
     observed: dict[str, Any] = {
@@ -207,7 +214,7 @@ def call_collectives(config: dict[str, Any]) -> dict[str, Any]:
         "nodes": call_on_rank_zero(runtime, None, per_node=True),
         "prepared": prepare_longer_than_the_timeout(runtime),
     }
-    if rank == 2:  # from here on as the first rank of a second node
+    if rank == 2:  # From here on, this is the first rank of a second node.
         object.__setattr__(runtime.group.env, "local_rank", 0)
     observed["node error"] = call_on_rank_zero(
         runtime, DataError("node 2 has no disk"), worker=2, per_node=True
@@ -224,7 +231,7 @@ def call_collectives(config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory) -> dict[str, list[Any]]:
-    """Results by key, then by rank."""
+    """Return the results of call_collectives by key, then by rank."""
     results = run_ranks(
         WORLD, call_collectives, tmp_path_factory.mktemp("ranks"), config=configure()
     )
@@ -258,7 +265,7 @@ def test_the_error_of_the_lowest_rank_is_raised_everywhere(observed):
         assert found["user error"] == ["RunError", "run error: of rank 1", None, cause or None]
 
 
-def test_an_error_of_the_decision_is_raised_everywhere(observed):
+def test_an_error_in_the_decision_is_raised_everywhere(observed):
     causes = {
         "refused": "training error: 3 values: ['fine']",
         "full on rank 0": f"[Errno {errno.ENOSPC}] no space is left",
@@ -273,7 +280,7 @@ def test_an_error_of_the_decision_is_raised_everywhere(observed):
             assert found[name] == [*error, None if rank else causes[name]]
 
 
-def test_whether_all_pass_the_same_value(observed):
+def test_all_agree_tells_if_all_ranks_pass_the_same_value(observed):
     assert observed["agree"] == [[True, False]] * WORLD
 
 
@@ -291,7 +298,7 @@ def test_nodes_with_different_values_are_refused(observed):
 
 
 def test_the_heartbeat_tells_who_waits(observed):
-    """Rank 1 is late: it does not wait."""
+    """Rank 1 is late, so it does not wait."""
     start, later = zip(*observed["heartbeat"], strict=True)
     assert [beat["activity"] for beat in start] == ["starting"] * WORLD
     assert [beat["waiting"] for beat in start] == [False] * WORLD
@@ -391,8 +398,8 @@ def failing_jobs(config: dict[str, Any], messages: list[str]) -> list[bool]:
     return alike
 
 
-def test_only_the_same_error_on_every_rank_lets_a_sweep_go_on(tmp_path):
-    """Then the next job has a process group of its own."""
+def test_a_sweep_continues_only_after_the_same_error_on_every_rank(tmp_path):
+    """The next job then gets a new process group."""
     messages = ["no text", "rank {} has no text", "no text"]
     assert (
         run_ranks(2, failing_jobs, tmp_path, config=configure(), messages=messages)
@@ -401,27 +408,27 @@ def test_only_the_same_error_on_every_rank_lets_a_sweep_go_on(tmp_path):
 
 
 def blocked_after_a_failure(config: dict[str, Any]) -> str:
-    """Let rank 1 fail, and take longer to end than a blocked rank may."""
+    """Let rank 1 fail, and take longer to end than ranks may be blocked."""
     runtime = Runtime(from_mapping(config), read_env())
     group = runtime.group
     if group.rank == 1:
         group.failures.record("broken")
         time.sleep(2 * BLOCKED_S)
     else:
-        group.is_writing = True  # a snapshot: it may go on
+        group.is_writing = True  # a rank that writes a snapshot may finish
     group.barrier()
     runtime.close()
     return "goes on"
 
 
 def test_a_rank_is_not_ended_by_its_own_failure(tmp_path):
-    """It says what the failure is, and ends by itself."""
+    """The rank reports its failure, and ends by itself."""
     done = run_ranks(2, blocked_after_a_failure, tmp_path, config=configure())
     assert done == ["goes on"] * 2
 
 
 def refused_text(config: dict[str, Any]) -> str:
-    """Open a text that is refused then; rank 1 opens it late. Return the error."""
+    """Open a text that is then refused. Rank 1 opens it late. Return the error."""
     runtime = Runtime(from_mapping(config), read_env())
     memmap = EncodedText.memmap
 
@@ -457,5 +464,5 @@ def one_rank_fails(config: dict[str, Any]) -> bool:
     return alike
 
 
-def test_an_error_of_one_rank_is_not_that_of_all(tmp_path):
+def test_an_error_of_one_rank_does_not_count_as_an_error_of_all(tmp_path):
     assert run_ranks(2, one_rank_fails, tmp_path, config=configure()) == [False, False]

@@ -1,4 +1,4 @@
-"""Gradient communication: every transport gives the correct mean, and resumes byte for byte."""
+"""Every transport for gradients gives the correct mean, and its runs resume byte for byte."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SETTINGS = [
     "snapshot.keep_last=100",
 ]
 GLOO = "ddp=gloo"
-# Overrides, the steps at which the job ends (and is resumed), and the world sizes, by name.
+# For each name: overrides, the steps at which the job ends (and is resumed), and the world sizes.
 JOBS: dict[str, tuple[list[str], list[int], tuple[int, ...]]] = {
     "shared": ([], [STEPS], (2, 3)),
     "shared, parts": ([], [5, STEPS], (3,)),
@@ -56,7 +56,7 @@ JOBS: dict[str, tuple[list[str], list[int], tuple[int, ...]]] = {
     "unused": (["ddp.find_unused_parameters=true"], [STEPS], (2,)),
     "fp16": (["ddp.comm_hook=fp16"], [STEPS], (2,)),
     "bf16": (["ddp.comm_hook=bf16"], [STEPS], (2,)),
-    "own hook": ([], [STEPS], (2, 3)),  # of examples/ring_hook.py
+    "own hook": ([], [STEPS], (2, 3)),  # the hook in examples/ring_hook.py
     "own hook, parts": ([], [5, STEPS], (3,)),
     "nonfinite": (["trainer.on_nonfinite=skip"], [STEPS], (2,)),
     "nonfinite, parts": (["trainer.on_nonfinite=skip"], [3, STEPS], (2,)),
@@ -66,12 +66,12 @@ JOBS: dict[str, tuple[list[str], list[int], tuple[int, ...]]] = {
 
 
 class JobPatch:
-    """The patches of a job, which are undone after it."""
+    """The patches for one job. They are undone after it."""
 
     def __init__(self, name: str, limit: int) -> None:
         self.patch = pytest.MonkeyPatch()
         if "later not" in name and limit == STEPS:
-            # as if sockets had no abstract names
+            # simulates a system where sockets have no abstract names
             self.patch.setattr(shared_memory, "_machine_id", lambda: None)
         if "nonfinite" in name:
             self.patch.setattr(
@@ -80,7 +80,7 @@ class JobPatch:
 
     @staticmethod
     def inject_nonfinite_loss(forward: Any, nonfinite_step: int) -> Any:
-        """Make the loss of one step non-finite, every time it is computed."""
+        """Make the loss of one step non-finite, whenever it is computed."""
         from mingpt_ddp.training import train_step as train_step
 
         at = {"step": 0}
@@ -105,7 +105,7 @@ def train_all(configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     for name, values in configs.items():
         for limit in JOBS[name][1]:
             patches = JobPatch(name, limit)
-            logs.to_console(read_env())  # and no longer to the file of the previous job
+            logs.to_console(read_env())  # stops logging to the file of the previous job
             values["trainer"]["max_steps"] = limit
             if "own hook" in name:
                 run_file(EXAMPLES / "ring_hook.py", "data.code")
@@ -125,7 +125,7 @@ def train_all(configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return outcomes
 
 
-# world size, results by rank, directory of the runs
+# (world size, results by rank, directory of the runs)
 Trained: TypeAlias = tuple[int, list[dict[str, Any]], Path]
 
 
@@ -193,7 +193,7 @@ def test_all_ranks_return_the_same_loss(trained):
     assert losses == [losses[0]] * trained[0]
 
 
-def test_ranks_on_one_machine_share_memory_unless_gloo_is_wanted(trained):
+def test_ranks_on_one_machine_share_memory_unless_gloo_is_chosen(trained):
     for outcomes in trained[1]:
         assert outcomes["shared"]["shared"]
         assert outcomes["shared"]["seconds"] > 0
@@ -204,7 +204,7 @@ def test_ranks_on_one_machine_share_memory_unless_gloo_is_wanted(trained):
     "job_name", ["gloo", "static", "static, shared", "unused", "small buckets", "own hook"]
 )
 def test_every_exact_transport_gives_the_same_bits_on_two_ranks(two, job_name):
-    """A sum of two does not depend on the order.
+    """A sum of two numbers does not depend on their order.
 
     The steps accumulate micro-batches, with evaluations in between.
     """
@@ -223,7 +223,7 @@ def test_16_bit_hooks_are_used_and_accurate(two, hook):
 
 
 def test_a_change_of_transport_is_logged_on_resume(three):
-    """Once, by rank zero, and only if it has changed."""
+    """Rank zero logs it once, and only if the transport has changed."""
 
     def lines(name: str, rank: int) -> list[str]:
         log = (three[2] / slug(name) / f"main.rank{rank}.log").read_text()
@@ -245,7 +245,7 @@ def test_a_static_graph_resumes_exactly(three):
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one_after_a_skipped_step(two):
-    """The skipped step leaves no trace, neither in the uninterrupted run nor in the resumed one."""
+    """The skipped step leaves no trace in either run."""
     assert same_bytes(two, "nonfinite", "nonfinite, parts")
     assert all(tensor.isfinite().all() for tensor in weights(two, "nonfinite").values())
 
@@ -255,8 +255,9 @@ def test_the_bucket_size_determines_the_order_of_additions(three):
 
 
 def destroy_group_before_model(config: dict[str, Any]) -> int:
-    """Drop the last reference to DDP while gloo threads wait for the GIL to free the tensors of
-    collectives.
+    """Drop the last reference to DDP while threads of gloo wait for the GIL.
+
+    They need it to free the tensors of collectives.
     """
     rounds = 5
     for job in range(rounds):
@@ -275,7 +276,7 @@ def destroy_group_before_model(config: dict[str, Any]) -> int:
 
 
 def test_a_process_group_may_be_destroyed_before_the_model(tmp_path):
-    """As after an error on all ranks of a sweep, whose traceback keeps the model alive."""
+    """This happens after an error on all ranks of a sweep: its traceback keeps the model alive."""
     assert run_ranks(2, destroy_group_before_model, tmp_path, config=configure()) == [5, 5]
 
 
@@ -346,7 +347,7 @@ def test_ranks_on_different_machines_are_not_connected():
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user_cannot_impersonate_a_rank():
-    """Every user of the machine can list the names of the sockets."""
+    """Every user of the machine can list the names of sockets."""
     names, barrier = {}, threading.Barrier(2)
     script = (
         "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); "

@@ -1,4 +1,4 @@
-"""torch.compile of the training step: no recompilation during a run, and exact resumption."""
+"""With torch.compile, a run never recompiles after its warm-up, and resumes exactly."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def train(configs: list[dict[str, Any]]) -> list[tuple[float, int]]:
-    """Return validation loss and number of graphs of each run; compilation after the warm-up is an
-    error.
+    """Train runs. Return the validation loss and the number of graphs of each.
 
-    The backend captures graphs like inductor, but generates no code, which would take half a
-    minute.
+    Recompiling after the warm-up is an error. The backend captures graphs like inductor, but
+    generates no code, which would take half a minute.
     """
     from torch._dynamo.utils import counters
 
@@ -63,7 +62,7 @@ def train(configs: list[dict[str, Any]]) -> list[tuple[float, int]]:
     ("world_size", "recomputed"), [(1, False), pytest.param(2, True, marks=pytest.mark.slow)]
 )
 def test_one_graph_and_exact_resumption(world_size, recomputed, tmp_path):
-    """With dropout, gradient accumulation, evaluation with a short last window, and samples."""
+    """The run has dropout, gradient accumulation, a short last window to evaluate, and samples."""
 
     def settings(name: str, steps: int, *overrides: str) -> dict[str, Any]:
         paths = [f"run.root={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}", f"run.name={name}"]
@@ -131,7 +130,7 @@ def test_cuda_graphs_need_one_micro_batch_per_step():
         plan_batches(settings, 2)
 
 
-def test_auto_replays_little_work_of_built_in_parts_on_one_gpu_from_cuda_graphs(monkeypatch):
+def test_auto_uses_cuda_graphs_for_small_built_in_models_on_one_gpu(monkeypatch):
     def replays(*overrides: str, world_size: int = 1, model: nn.Module | None = None) -> bool:
         settings = config("trainer.batch_size=12", *overrides)
         built = model or build_model(settings.model, 65, settings.data.block_size)
@@ -179,7 +178,7 @@ def test_a_graph_break_is_a_one_line_error():
 
 @pytest.mark.parametrize("directory", [None, "/shared/compiled"])
 def test_compiled_code_is_cached_for_each_kind_of_cpu(directory, monkeypatch):
-    """torch's keys lack the vector instructions: code for others gives NaN."""
+    """torch's cache keys ignore vector instructions. Code for other instructions gives NaN."""
     variable = "TORCHINDUCTOR_CACHE_DIR"
     monkeypatch.setenv(variable, directory or "")
     if directory is None:
@@ -187,7 +186,7 @@ def test_compiled_code_is_cached_for_each_kind_of_cpu(directory, monkeypatch):
     found = {}
     for capability in ("AVX2", "AVX512"):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda c=capability: c)
-        for _ in range(2):  # of a sweep, say
+        for _ in range(2):  # for example, two jobs of a sweep
             compiling.compile_model(nn.Linear(2, 2), CPU, deterministic=False, graphs=False)
         found[capability] = os.environ[variable]
         base = found[capability].rpartition("/")[0]

@@ -1,4 +1,4 @@
-"""Hooks that measure each micro-batch, with every way to compute and to average gradients."""
+"""Hooks measure the gradients of each micro-batch, however gradients are computed and averaged."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from mingpt_ddp.process.env import read_env
 from mingpt_ddp.training.run import train_run
 from multiprocess.ranks import configure, run_ranks
 
-STEPS, MICRO_BATCHES = 3, 5  # on two ranks the second has one less
+STEPS, MICRO_BATCHES = 3, 5  # of two ranks, the second has one micro-batch less
 
 
 class Compared:
-    """Compare the mean of what is measured with the averaged gradients, in the order of names."""
+    """A hook that compares the mean over the micro-batches with the averaged gradients."""
 
     differences: list[float] = []  # noqa: RUF012
 
@@ -36,7 +36,7 @@ class Compared:
     ) -> None:
         assert gradients.keys() == micro_batches.keys()
         for name, gradient in gradients.items():
-            if len(micro_batches[name]) == MICRO_BATCHES:  # fewer in the trial before the run
+            if len(micro_batches[name]) == MICRO_BATCHES:  # the trial before the run has fewer
                 mean = micro_batches[name].mean(dim=0)
                 difference = (mean - gradient.flatten()[:99]).norm() / gradient.norm()
                 self.differences.append(float(difference))
@@ -45,32 +45,34 @@ class Compared:
         return {}
 
     def load_state_dict(self, state: Any) -> None:
-        """There is nothing to load."""
+        """Do nothing, since there is no state."""
 
 
 def clip(step: int, gradients: dict[str, Tensor]) -> None:
-    """Change whole gradients, or this rank's rows of them."""
+    """Clamp the gradients, or the rows of them that this rank holds."""
     for gradient in gradients.values():
         gradient.clamp_(-1e-3, 1e-3)
 
 
 class Clipping(Compared):
-    """Change whole gradients, of which a rank may hold only some rows."""
+    """A hook that also clamps the gradients."""
 
     def __call__(self, step: int, gradients: dict[str, Tensor], micro_batches: Any) -> None:
         super().__call__(step, gradients, micro_batches)
         clip(step, gradients)
 
 
-HOOKS = {"measured": Compared, "clip": clip, "clipping": Clipping}  # by the end of the run's name
+# The last word of a run's name selects its hook.
+HOOKS = {"measured": Compared, "clip": clip, "clipping": Clipping}
 
 
 def train(configs: list[dict[str, Any]]) -> list[tuple[float, str]]:
-    """Train each run with the hook of its name, or without one.
+    """Train each run with the hook that its name selects, if any.
 
-    Return the largest difference that a hook has found, and a hash of all tensors but the hook's.
+    Return for each run the largest difference that its hook has found, and a hash of all saved
+    tensors except the hook's.
     """
-    compiling.BACKEND = "aot_eager"  # as inductor, but generates no code
+    compiling.BACKEND = "aot_eager"  # like inductor, but generates no code
     results = []
     for job, values in enumerate(configs):
         torch.compiler.reset()
@@ -94,6 +96,7 @@ def train(configs: list[dict[str, Any]]) -> list[tuple[float, str]]:
     return results
 
 
+# For each way to compute and average gradients: overrides, and the largest relative difference.
 WAYS = {
     "compiled": (["trainer.compile=true"], 1e-5),
     "recomputed": (["trainer.activation_checkpointing=true"], 1e-5),
@@ -124,7 +127,7 @@ def configs_of(directory: Path, runs: dict[str, list[str]]) -> list[dict[str, An
         pytest.param(4, ["hsdp"], marks=pytest.mark.slow),
     ],
 )
-def test_the_run_keeps_its_bits_and_the_mean_is_the_averaged_gradient(ranks, ways, tmp_path):
+def test_measuring_changes_no_bits_and_the_mean_is_the_averaged_gradient(ranks, ways, tmp_path):
     names = {name: WAYS[way][0] for way in ways for name in (way, f"{way}_measured")}
     configs = configs_of(tmp_path, names)
     results = run_ranks(ranks, train, tmp_path / "ranks", configs=configs)
@@ -135,7 +138,7 @@ def test_the_run_keeps_its_bits_and_the_mean_is_the_averaged_gradient(ranks, way
             assert difference < WAYS[way][1], way
 
 
-def test_changes_of_whole_gradients_reach_the_rows_of_each_rank(tmp_path):
+def test_changes_that_a_hook_makes_to_gradients_reach_the_rows_of_each_rank(tmp_path):
     fsdp = ["ddp.strategy=fsdp"]
     configs = configs_of(tmp_path, {"plain": fsdp, "by_clip": fsdp, "by_clipping": fsdp})
     for result in run_ranks(2, train, tmp_path / "ranks", configs=configs):

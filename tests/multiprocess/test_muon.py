@@ -1,4 +1,4 @@
-"""Muon shards its orthogonalization over the ranks, with the result of a single rank."""
+"""Muon divides its orthogonalization between the ranks, and gets the result of a single rank."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from multiprocess.ranks import configure, run_ranks
 
 
 def take_steps(config: dict[str, Any], sharded: bool) -> list[Any]:
-    """Return the digest of the parameters after three steps, and how many matrices this rank
-    orthogonalized.
+    """Take three steps.
+
+    Return the digest of the parameters and the number of matrices that this rank orthogonalized.
     """
     parsed = from_mapping(config)
     runtime = Runtime(parsed, read_env())
@@ -44,7 +45,7 @@ def take_steps(config: dict[str, Any], sharded: bool) -> list[Any]:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_sharded_steps_equal_those_of_a_single_rank(world_size, tmp_path):
-    """Three, two and one matrices of a shape: both more and fewer than the ranks."""
+    """There are three, two and one matrices of a shape: more and fewer than there are ranks."""
     config = configure("model=modern_nano", "optimizer=muon")
     single = run_ranks(1, take_steps, tmp_path / "alone", config=config, sharded=False)
     several = run_ranks(world_size, take_steps, tmp_path / "together", config=config, sharded=True)

@@ -1,4 +1,4 @@
-"""A profiled run: a trace per rank, a table in the log of rank zero, the bytes of other runs."""
+"""A profiled run has a trace for each rank, a table in rank zero's log, and unchanged results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = [
     "snapshot.every_steps=null",
     "trainer.sample_every=null",
 ]
-# Overrides by name; `later` continues `ddp` after its window.
+# Overrides by name. `later` resumes the run of `ddp` after the profiled steps.
 RUNS = {
     "plain": [],
     "ddp": ["trainer.profile=[3,4]"],
@@ -46,7 +46,7 @@ def root(tmp_path_factory) -> Path:
 
 
 def steps_in(path: Path) -> set[str]:
-    """Return the steps in a trace."""
+    """Return the names of the steps in a trace."""
     with gzip.open(path) as file:
         names = [str(event["name"]) for event in json.load(file)["traceEvents"]]
     assert "fetch the batch" in names and "aten::embedding" in names
@@ -77,13 +77,13 @@ def test_torch_writes_nothing_to_the_console(root):
     assert not any("USDT" in text or "profiler_" in text for text in outputs)
 
 
-def test_the_bytes_are_those_of_a_run_without_profile(root):
+def test_snapshots_equal_those_of_a_run_without_a_profile(root):
     plain, profiled = (root / name / "snapshots" / "step_00000006" for name in ("plain", "ddp"))
     for file in ("model.safetensors", "optimizer.safetensors"):
         assert (plain / file).read_bytes() == (profiled / file).read_bytes()
 
 
-def test_a_resumed_run_says_that_the_steps_are_past(root):
+def test_a_resumed_run_logs_that_the_profiled_steps_are_past(root):
     text = (root / "ddp" / "main.rank0.log").read_text()
     _, said, rest = text.partition(
         "trainer.profile=[3,4], but this start trains steps 7 to 8: nothing is profiled"

@@ -1,4 +1,4 @@
-"""Rendezvous of restarted ranks in a store that still has the keys of killed ones."""
+"""Restarted ranks join each other in a store that still has the keys of killed ranks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ WORLD = 3
 
 @pytest.fixture
 def store() -> Iterator[TCPStore]:
-    """The key-value store of an elastic agent: in this process, so that it outlives every rank."""
+    """Host the key-value store of an elastic agent. In this process, it outlives every rank."""
     yield TCPStore(
         "127.0.0.1", 0, None, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False
     )
 
 
 def sum_over_ranks(config: dict[str, Any], attempt: int) -> list[float]:
-    """Return the sums over the ranks of their number from 1, and of 100 for each attempt."""
+    """Join the other ranks. Return two sums over the ranks: of (rank + 1), and of 100 * attempt."""
     runtime = Runtime(from_mapping(config), read_env())
     values = torch.tensor([runtime.group.rank + 1.0, 100.0 * attempt])
     total: list[float] = runtime.group.all_reduce(values).tolist()
@@ -41,15 +41,15 @@ def sum_over_ranks(config: dict[str, Any], attempt: int) -> list[float]:
 
 @pytest.mark.parametrize("killed", [[0], [1], [0, 2], [1, 2]], ids=str)
 def test_a_restart_after_ranks_were_killed_in_the_rendezvous(tmp_path, store, killed):
-    """They had set their hello key, or made or confirmed a proposal, and were killed before the
-    others joined.
+    """The killed ranks had set their hello key, or had made or confirmed a proposal. The other
+    ranks had not joined yet.
     """
     arguments = {"config": configure(), "port": store.port, "agent": True}
     early = {**arguments, "only": killed, "attempt": 1}
     with Ranks(WORLD, sum_over_ranks, tmp_path / "killed", **early) as ranks:
         keys = [f"mingpt_ddp/0/hello/{rank}" for rank in killed if rank > 0]
         wait_for(lambda: store.check(keys) if keys else True)
-        time.sleep(0.2)  # enough for the next step of the handshake
+        time.sleep(0.2)  # long enough for the next step of the handshake
         ranks.kill(*killed)
     with Ranks(WORLD, sum_over_ranks, tmp_path / "new", attempt=2, **arguments) as ranks:
         assert ranks.results() == [[6.0, 600.0]] * WORLD
@@ -57,7 +57,7 @@ def test_a_restart_after_ranks_were_killed_in_the_rendezvous(tmp_path, store, ki
 
 @pytest.mark.parametrize("last", [0, 2])
 def test_a_rank_may_join_late(tmp_path, last):
-    """Also the one that hosts the store if there is no agent."""
+    """It may be the rank that hosts the store if there is no agent."""
     arguments = {"config": configure(), "attempt": 1, "port": free_port()}
     early = [rank for rank in range(WORLD) if rank != last]
     with Ranks(WORLD, sum_over_ranks, tmp_path / "early", only=early, **arguments) as first:
@@ -77,7 +77,7 @@ def try_to_join(config: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("duplicate", [0, 1])
 def test_a_duplicate_rank_is_named(tmp_path, store, duplicate):
-    """As on two machines with the same RANK; the process that joins last cannot detect it."""
+    """Two machines may have the same RANK. The process that joins last cannot detect it."""
     options = {"port": store.port, "agent": True, "only": [duplicate]}
     patient, hasty = configure("ddp.timeout_s=20"), configure("ddp.timeout_s=3")
     with Ranks(WORLD, try_to_join, tmp_path / "one", **options, config=patient) as one:

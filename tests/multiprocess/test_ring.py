@@ -1,5 +1,6 @@
-"""The ring all-reduce of examples/ring_hook.py: the same bits on every rank, and the sum of torch's
-all-reduce up to rounding.
+"""The ring all-reduce of examples/ring_hook.py gives the same bits on every rank.
+
+Up to rounding, its sums equal those of torch's all-reduce.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.process.env import read_env
 from multiprocess.ranks import configure, run_ranks
 
-# some below the number of ranks, most not divisible by it
+# Some sizes are below the number of ranks, and most are not divisible by it.
 SIZES = (1, 2, 3, 4, 5, 11, 1000, 65_537)
 
 
 class Scaled(nn.Module):
-    """Parameters whose gradients are the input."""
+    """A model whose gradients all equal its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +36,7 @@ class Scaled(nn.Module):
 
 
 def average(rank: int, ring_hook: Any) -> list[float]:
-    """Return the gradients of a model in two buckets, each of which the hook averages."""
+    """Let the hook average the gradients of a model with two buckets. Return them."""
     model = DDP(Scaled(), bucket_cap_mb=1e-5)
     model.register_comm_hook(None, ring_hook)
     for _ in range(2):
@@ -45,8 +46,9 @@ def average(rank: int, ring_hook: Any) -> list[float]:
 
 
 def reduce_all(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Return the bits of the sums by size, their largest distance from torch's, and averaged
-    gradients.
+    """Sum tensors of all sizes, and average gradients.
+
+    Return the bits of the sums, their largest distance from torch's, and the averaged gradients.
     """
     run_file(EXAMPLES / "ring_hook.py", "data.code")
     ring_hook = BUILDERS["comm_hook"]["ring"]

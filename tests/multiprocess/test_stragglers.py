@@ -1,4 +1,4 @@
-"""The metrics name a rank that is slowed down, although all ranks finish every step together."""
+"""The metrics name a slow rank, although all ranks finish every step together."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from mingpt_ddp.process.env import read_env
 from mingpt_ddp.training.run import train_run
 from multiprocess.ranks import configure, run_ranks
 
-SLEEP_S = 0.2  # more than a loaded machine adds to a step
+SLEEP_S = 0.2  # more than a busy machine adds to a step
 STEPS = [
     "trainer.max_steps=20",
     "trainer.log_every=4",
     "trainer.eval_every=null",
     "snapshot.every_steps=null",
 ]
-# Overrides, and what rank 1 is slow at.
+# Overrides, and the part of a step in which rank 1 is slow.
 RUNS: dict[str, tuple[list[str], str]] = {
     "compute": ([], "compute"),
     "data": ([], "data wait"),
@@ -38,7 +38,7 @@ RUNS: dict[str, tuple[list[str], str]] = {
 
 
 def train(configs: list[dict[str, Any]], slow_at: list[str]) -> None:
-    """Train the runs in turn; rank 1 sleeps from step 9 on."""
+    """Train one run after another. From step 9 on, rank 1 sleeps."""
     for job, (values, slow) in enumerate(zip(configs, slow_at, strict=True)):
         config = from_mapping(values)
         runtime = Runtime(config, read_env(), job)
@@ -77,7 +77,7 @@ def _restore() -> None:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """Train all runs, one after the other, with the same two ranks."""
+    """Train all runs, one after another, with the same two ranks."""
     root = tmp_path_factory.mktemp("stragglers")
     where = [f"run.root={root}", f"data.cache_dir={root / 'cache'}"]
     configs = [
@@ -91,13 +91,13 @@ def root(tmp_path_factory) -> Path:
 
 
 def scalars(run: Path) -> list[EventAccumulator]:
-    """Return what each rank has logged."""
+    """Return the logged scalars of each rank."""
     return [EventAccumulator(str(run / "tensorboard" / f"rank{rank}")).Reload() for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("name", ["compute", "data", "gloo"])
 def test_the_metrics_show_who_waits(name, root):
-    """The whole step is as long on the rank that waits: only its work is shorter."""
+    """On the rank that waits, the whole step takes as long, but its work is shorter."""
     events = scalars(root / name)
     work, step = (
         [each.Scalars(tag)[-1].value for each in events]
@@ -115,8 +115,7 @@ def test_passes_that_wait_for_other_ranks_are_not_measured(root):
         assert not {"speed/work_ms", "speed/slowest_rank"} & {*events.Tags()["scalars"]}
 
 
-def test_the_run_is_the_same(root):
-    """Slowness changes no number."""
+def test_a_slow_rank_does_not_change_results(root):
     losses = {
         json.loads((root / name / "result.json").read_text())["val_loss"]
         for name in ("compute", "data")

@@ -1,5 +1,6 @@
-"""Every `ddp.strategy` takes the same steps on any number of ranks, and resumes from the snapshots
-of all others.
+"""Every `ddp.strategy` takes the same steps on any number of ranks.
+
+Each can resume from the snapshots of all others.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from multiprocess.ranks import configure, run_ranks, typed
 
 TOLERANCE = 1e-5
 STEPS = 12
-# Four micro-batches a step: on three ranks, one of them has two. The loss falls by one in these
-# steps.
+# A step has four micro-batches, so one of three ranks has two of them. The loss falls by one in
+# these steps.
 SETTINGS = [
     *TINY,
     f"trainer.max_steps={STEPS}",
@@ -77,15 +78,15 @@ def local_bytes(tensor: Tensor) -> int:
 
 
 def train(configs: list[dict[str, Any]], nan_at: int | None = None) -> list[dict[str, Any]]:
-    """Train one run after the other.
+    """Train one run after another.
 
-    Return its loss or error, and the bytes of this rank's state.
+    Return for each run its loss or error, and the size of this rank's state in bytes.
     """
     logging.getLogger("mingpt_ddp").setLevel(logging.INFO)
     build, built = stages.build_trainable, []
     stages.build_trainable = lambda *arguments: built.append(build(*arguments)) or built[-1]
     if nan_at is None:
-        # 13 batches of evaluation; by default 2, fewer than 3 ranks
+        # An evaluation then has 13 batches. By default it would have 2, fewer than 3 ranks.
         dataloader.EVALUATION_BATCH_TOKENS = 5 * 16
     else:
         break_step(nan_at)
@@ -111,7 +112,7 @@ def train(configs: list[dict[str, Any]], nan_at: int | None = None) -> list[dict
 
 
 def break_step(step: int) -> None:
-    """Make the loss of a step's micro-batch 1 not a number."""
+    """Make the loss of micro-batch 1 NaN in this step."""
     from mingpt_ddp.tasks.outputs import Outputs
     from mingpt_ddp.training.train_step import TrainStep
 
@@ -127,7 +128,7 @@ def break_step(step: int) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Callable[[int], dict[str, list[dict[str, Any]]]]:
-    """Return, for a number of ranks, the results of each rank by strategy."""
+    """Return a function that trains on a number of ranks and returns their results by strategy."""
     top = tmp_path_factory.mktemp("strategies")
 
     @functools.cache
@@ -156,7 +157,7 @@ def test_the_same_loss(trained, world_size, name):
 
 
 @pytest.mark.parametrize("name", ["zero1", "fsdp"])
-def test_a_rank_holds_its_part_of_the_state(trained, name):
+def test_a_rank_holds_its_share_of_the_state(trained, name):
     whole, parts = trained(2)["ddp"][0], trained(2)[name]
     assert max(rank["state"] for rank in parts) < 0.6 * whole["state"]
     assert sum(rank["state"] for rank in parts) == pytest.approx(whole["state"], rel=0.01)
@@ -165,7 +166,7 @@ def test_a_rank_holds_its_part_of_the_state(trained, name):
 
 
 @pytest.mark.parametrize("name", ["zero1", "fsdp"])
-def test_every_rank_writes_its_part(trained, name):
+def test_every_rank_writes_its_share(trained, name):
     snapshot = trained(2)["root"] / name / "snapshots" / f"step_{STEPS:08d}"
     sizes = [(snapshot / f"optimizer-0000{i}-of-00002.safetensors").stat().st_size for i in (1, 2)]
     assert max(sizes) < 0.6 * sum(sizes)
@@ -188,7 +189,7 @@ CHAIN = [("ddp", 2), ("fsdp", 3), ("auto", 1), ("zero1", 2), ("hsdp", 4), ("zero
 
 
 def test_snapshots_are_interchangeable(trained, tmp_path):
-    """Each attempt takes two steps more than the one before, with another strategy."""
+    """Each attempt takes two more steps, with another strategy than the attempt before."""
     for i, (name, world_size) in enumerate(CHAIN):
         steps = 2 * i + 2 if i + 1 < len(CHAIN) else STEPS
         config = settings(
@@ -235,8 +236,8 @@ def test_exact_resumption(trained, world_size, name, tmp_path):
     ],
 )
 def test_a_loss_that_is_not_a_number(policy, world_size, name, tmp_path):
-    """The ranks stay together: one finds it in its micro-batch, all skip the step, or restore their
-    parts.
+    """Only one rank finds it in its micro-batch, but all of them skip the step or restore their
+    share.
     """
     config = settings(tmp_path, "run", f"ddp.strategy={name}", f"trainer.on_nonfinite={policy}")
     results = run_ranks(world_size, train, tmp_path / "ranks", configs=[config], nan_at=6)
@@ -266,8 +267,8 @@ def test_batch_normalization_over_all_ranks(tmp_path):
 
 
 def test_optimizers_and_precisions(tmp_path):
-    """Muon, whose state is whole under zero1, and overflows of fp16, which all ranks must skip
-    alike.
+    """Muon's state is not divided under zero1. Steps whose fp16 loss scale overflows must be
+    skipped by all ranks.
     """
     names = ["ddp", "zero1", "fsdp"]
     muon = [
@@ -286,8 +287,9 @@ def test_optimizers_and_precisions(tmp_path):
 
 
 def shard_odd_model() -> dict[str, Any]:
-    """Shard a model with fewer rows than ranks, tied weights, a frozen parameter and buffers; take
-    a step.
+    """Shard a model and take a step.
+
+    The model has fewer rows than ranks, tied weights, a frozen parameter and buffers.
     """
     config = from_mapping(configure("ddp.strategy=fsdp", "ddp.timeout_s=60"))
     runtime = Runtime(config, read_env())
@@ -320,7 +322,7 @@ def test_fewer_rows_than_ranks(tmp_path):
 
 
 def see_own_files(values: dict[str, Any], root: str) -> str:
-    """Train in a directory of the rank's own, as on machines without a shared filesystem."""
+    """Train in a separate directory per rank, as on machines without a shared filesystem."""
     directory = Path(root, f"machine{read_env().rank}")
     directory.mkdir()
     os.chdir(directory)
@@ -336,7 +338,7 @@ def see_own_files(values: dict[str, Any], root: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["zero1", "fsdp"])
-def test_storage_that_a_rank_does_not_reach(name, tmp_path):
+def test_storage_that_a_rank_cannot_reach_is_refused(name, tmp_path):
     config = settings(Path("outputs"), "run", f"ddp.strategy={name}")
     for message in run_ranks(
         2, see_own_files, tmp_path / "ranks", values=config, root=str(tmp_path)
@@ -347,14 +349,15 @@ def test_storage_that_a_rank_does_not_reach(name, tmp_path):
 
 
 def take_steps(names: list[str], optimizers: list[str]) -> dict[str, list[float]]:
-    """Return the weights after three steps, and the tensors in the optimizer's state on this
-    rank.
+    """Take three steps with each strategy and optimizer.
+
+    Return the weights, and the tensors of the optimizer state on this rank.
     """
     found = {}
     for job, (name, optimizer_name) in enumerate((n, o) for n in names for o in optimizers):
         runtime = Runtime(from_mapping(configure(f"ddp.strategy={name}")), read_env(), job)
         strategy = runtime.strategy
-        torch.manual_seed(runtime.group.rank)  # rank zero's weights count
+        torch.manual_seed(runtime.group.rank)  # rank zero's weights are used
         model = strategy.prepare(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)))
         optimizer = getattr(torch.optim, optimizer_name)(model.parameters(), lr=0.05)
         parallel = strategy.wrap(model)
@@ -385,7 +388,7 @@ def take_steps(names: list[str], optimizers: list[str]) -> dict[str, list[float]
 
 
 def test_optimizers_of_torch(tmp_path):
-    """Also those whose state exists before the first step (Adagrad)."""
+    """Adagrad, for example, has a state before its first step."""
     optimizers = ["Adagrad", "RMSprop", "NAdam", "Adamax"]
     results = run_ranks(
         2, take_steps, tmp_path, names=["ddp", "zero1", "fsdp"], optimizers=optimizers

@@ -1,5 +1,6 @@
-"""The batch normalization of examples/digits over ranks equals that of the whole batch: outputs,
-gradients, running statistics.
+"""Batch normalization over ranks (in examples/digits) gives the results of the whole batch.
+
+They are outputs, gradients and running statistics.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(norm: nn.Module, part: slice, reduce: bool) -> dict[str, Any]:
-    """Take two passes over this part of the batches; return what they give."""
+    """Take two passes over this part of the batches. Return the results."""
     found: dict[str, Any] = {}
     for step in range(2):
         x, weights = (tensor[part].clone() for tensor in batch(step))
@@ -63,7 +64,7 @@ def worker(values: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_it_equals_that_of_the_whole_batch(world_size, tmp_path):
+def test_normalizing_over_ranks_equals_normalizing_the_whole_batch(world_size, tmp_path):
     values = configure("ddp.backend=gloo", "ddp.sync_batchnorm=true")
     ranks = run_ranks(world_size, worker, tmp_path, values=values)
     whole = nn.BatchNorm2d(3)
@@ -79,7 +80,7 @@ def test_it_equals_that_of_the_whole_batch(world_size, tmp_path):
         assert key[0] in "xy" or all(part == parts[0] for part in parts), "ranks differ"
 
 
-def test_names_stay_and_without_the_key_it_is_torchs():
+def test_without_the_key_the_layer_is_torch_s_with_the_same_names():
     norm, torchs = norm_of_the_example(), nn.BatchNorm2d(3)
     assert norm.state_dict().keys() == torchs.state_dict().keys()
     assert torch.equal(norm(batch(0)[0]), torchs(batch(0)[0]))

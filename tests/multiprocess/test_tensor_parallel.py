@@ -1,5 +1,6 @@
-"""Tensor parallelism: a GPT split over ranks has the losses, gradients and snapshots of a whole
-one.
+"""Tensor parallelism: a GPT that is split over ranks has the results of a whole GPT.
+
+They are losses, gradients and snapshots.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def settings(root: Path, *overrides: str) -> dict[str, Any]:
 
 
 def one_step(values: dict[str, Any]) -> dict[str, Any]:
-    """Return what a step computes, the new weights, logits, a text."""
+    """Take a step. Return its loss and gradients, the new weights, logits, and a generated text."""
     config = from_mapping(values)
     runtime = Runtime(config, read_env())
     task = build_task(config, runtime.group)
@@ -91,7 +92,10 @@ def one_step(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def randomize(model: nn.Module) -> None:
-    """Give biases and norms values too; every rank draws those of the whole tensor."""
+    """Set all parameters to random values, also biases and norms.
+
+    Every rank draws the values of the whole tensor.
+    """
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 and "qkv" not in name and "up" not in name:
             seed_everything(name)
@@ -134,8 +138,9 @@ def tensors(root: Path, name: str, step: int = 20) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """The directory of runs of 20 steps: on one rank; split; and in two parts, one of which is
-    split.
+    """Train runs of 20 steps and return their directory.
+
+    One is on a single rank, one is split, and others are split in the first or second half only.
     """
     root = tmp_path_factory.mktemp("tensor") / "outputs"
 
@@ -174,8 +179,8 @@ def loss(root: Path, name: str) -> float:
 
 
 @pytest.mark.parametrize("name", ["split", "four", "split-then-whole", "whole-then-split"])
-def test_the_same_run_split_or_whole(runs, name):
-    """Also with a snapshot that was saved split and resumed whole, or the other way round."""
+def test_a_run_is_the_same_split_or_whole(runs, name):
+    """A snapshot may be saved by a split run and resumed whole, or the other way round."""
     assert loss(runs, name) == pytest.approx(loss(runs, "whole"), abs=1e-5)
     count = read_result(runs / name)["parameters"]
     assert count == read_result(runs / "whole")["parameters"], "those of all ranks"
@@ -226,7 +231,7 @@ def test_the_training_loss_counts_each_copy_once(runs):
         (["ddp.backend=mpi"], "=2 does not work with ddp.backend=mpi"),
     ],
 )
-def test_what_cannot_be_split_is_refused(overrides, reason):
+def test_models_and_keys_that_cannot_be_split_are_refused(overrides, reason):
     with pytest.raises(ConfigError, match=f"ddp.tensor_parallel{reason}"):
         Runtime(
             from_mapping(
@@ -236,6 +241,6 @@ def test_what_cannot_be_split_is_refused(overrides, reason):
         )
 
 
-def test_the_key_renames_no_run():
+def test_the_key_does_not_change_the_run_name():
     one, two = (from_mapping(configure(f"ddp.tensor_parallel={n}")) for n in (1, 2))
     assert run_name(one) == run_name(two)

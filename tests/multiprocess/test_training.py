@@ -1,4 +1,4 @@
-"""An optimizer step depends neither on the world size nor on the micro-batch size."""
+"""An optimizer step does not depend on the world size or the micro-batch size."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ADAMW = [
     "optimizer.warmup_steps=0",
     "trainer.grad_norm_clip=0.5",
 ]
-# Overrides by kind of run, and the world sizes that its 12 sequences a step allow.
+# For each kind of run: overrides, and the world sizes that 12 sequences per step allow.
 KINDS: dict[str, tuple[list[str], list[int]]] = {
     "sgd, dropout, micro 1": (
         [*SGD, "model.dropout=0.1", "trainer.micro_batch_size=1"],
@@ -71,15 +71,15 @@ def slug(kind: str) -> str:
 
 
 def train_all(configs: list[dict[str, Any]]) -> list[float]:
-    """Train one run after the other, as in a sweep.
+    """Train one run after another, as in a sweep.
 
-    Return their validation losses, and that of an untrained model.
+    Return their validation losses, and the loss of an untrained model.
     """
     return [*train_in_turn(configs), untrained_loss(configs[0], len(configs))]
 
 
 def untrained_loss(values: dict[str, Any], job: int) -> float:
-    """Evaluate an untrained model, in batches so small that every rank evaluates several."""
+    """Evaluate an untrained model. The batches are small, so that every rank evaluates several."""
     config = from_mapping(values)
     runtime = Runtime(config, read_env(), job)
     task = build_task(config, runtime.group)
@@ -93,8 +93,9 @@ def untrained_loss(values: dict[str, Any], job: int) -> float:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Callable[[int], dict[str, Any]]:
-    """Return, for a number of ranks, the validation losses of all kinds of runs by rank, and their
-    root directory.
+    """Return a function that trains all kinds of runs on a number of ranks.
+
+    It returns their validation losses by rank, and their root directory.
     """
     top = tmp_path_factory.mktemp("training")
 
@@ -122,7 +123,7 @@ def max_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 @pytest.fixture(scope="module")
 def initial(trained) -> dict[str, Tensor]:
-    """The initial weights, which all these runs share."""
+    """Return the initial weights, which all these runs share."""
     config = from_mapping(settings(trained(1)["root"]))
     corpus = TextDataset(prepare_all(config.data)[""], config.data)
     seed_everything(config.run.seed)
@@ -136,7 +137,7 @@ def initial(trained) -> dict[str, Tensor]:
     [(kind, world) for kind in list(KINDS)[:2] for world in KINDS[kind][1] if world > 1],
 )
 def test_the_same_steps_on_any_number_of_ranks(trained, initial, kind, world_size):
-    """With dropout, which is drawn per micro-batch, not per rank."""
+    """This holds with dropout, since it is drawn for each micro-batch and not for each rank."""
     one, many = weights(trained(1)["root"], kind), weights(trained(world_size)["root"], kind)
     assert max_difference(one, initial) > 1e-3, "nothing was trained"
     for name in one:
@@ -188,7 +189,7 @@ def test_dropout_is_active(trained):
 
 @pytest.mark.parametrize("world_size", [2, 3, 7])
 def test_the_validation_loss_is_the_same_on_any_number_of_ranks(trained, world_size):
-    """The same on all ranks, and to the last digits for the same weights."""
+    """It is the same on all ranks. For equal weights, it agrees to the last digits."""
     by_rank = trained(world_size)["losses"]
     assert by_rank == [by_rank[0]] * world_size
     assert by_rank[0][-1] == pytest.approx(trained(1)["losses"][0][-1], rel=1e-9)
@@ -205,7 +206,7 @@ def test_the_validation_loss_is_the_same_on_any_number_of_ranks(trained, world_s
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """The directory of three runs of 60 steps on two ranks, one per precision."""
+    """Train 60 steps on two ranks in each of three precisions. Return the runs' directory."""
     root = tmp_path_factory.mktemp("precision") / "outputs"
     options = [
         "trainer.max_steps=60",
@@ -246,7 +247,7 @@ def test_a_lower_precision_is_used(runs, precision):
 
 
 def test_gradients_are_unscaled_before_they_are_measured_and_clipped(runs):
-    """The norm that is logged and used for clipping is that of fp32, not 65,536 times as large."""
+    """The norm for the log and for clipping is as in fp32, and not 65,536 times as large."""
     norms, expected = (
         logged(runs / "fp16", "train/grad_norm"),
         logged(runs / "fp32", "train/grad_norm"),
@@ -256,7 +257,7 @@ def test_gradients_are_unscaled_before_they_are_measured_and_clipped(runs):
 
 
 def test_the_gradient_scale_is_in_the_snapshot(runs):
-    """Without it, a resumed run would start with the initial scale, and skip its first steps."""
+    """Otherwise a resumed run would start with the initial scale, and skip its first steps."""
     states = {
         precision: json.loads(
             (runs / precision / "snapshots" / "step_00000060" / "state.json").read_text()

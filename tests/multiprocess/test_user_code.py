@@ -1,4 +1,4 @@
-"""A user's model on two ranks: its buffers, its precision."""
+"""User models on two ranks: their buffers and their precision."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ STEPS = 6
 
 
 class Mean(nn.Module):
-    """Logits minus their running mean, which each rank computes from its own micro-batches."""
+    """A model that subtracts the running mean of its logits.
+
+    Each rank computes the mean from its own micro-batches.
+    """
 
     def __init__(self, config: ModelConfig, vocab_size: int, block_size: int) -> None:
         super().__init__()
@@ -47,7 +50,7 @@ class Mean(nn.Module):
 
 
 class Product(nn.Module):
-    """Logits of a matrix product, which bf16 rounds."""
+    """A model with one matrix product, which bf16 rounds."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, block_size: int) -> None:
         super().__init__()
@@ -62,10 +65,10 @@ class Product(nn.Module):
 
 
 def train(configs: list[dict[str, Any]]) -> list[float]:
-    """Train one run after the other; each rank writes its shard of the snapshots, however small."""
+    """Train one run after another. Each rank writes a shard of every snapshot, however small."""
     register("model", "mean", ModelConfig)(Mean)
     register("model", "product", ModelConfig)(Product)
-    torch_internals.cpu_is_fast_at_bf16 = lambda: True  # other CPUs compute it too
+    torch_internals.cpu_is_fast_at_bf16 = lambda: True  # any CPU can compute in bf16
     snapshot_format.MIN_SHARD_BYTES = 1
     losses = []
     for job, values in enumerate(configs):
@@ -117,7 +120,7 @@ def test_buffers_that_ranks_fill_differently_resume_byte_for_byte(tmp_path):
 
 
 def test_auto_is_fp32_unless_the_run_began_in_bf16(tmp_path):
-    """Where the built-in models train in bf16; fsdp gathers the weights in that type."""
+    """Built-in models would train in bf16 here. fsdp gathers weights in the same precision."""
     configs = []
     for strategy in ("ddp", "fsdp"):
         chosen = f"ddp.strategy={strategy}"

@@ -76,7 +76,7 @@ def test_every_function_is_listed_here():
         "keep_process_group",
     }
     listed = {function for function, _, _ in NAMES}
-    assert defined == {*listed, *others, "without_profiler_marks"}
+    assert defined == {*listed, *others, "without_profiler_noise"}
 
 
 # No other module uses it
@@ -261,14 +261,14 @@ def test_a_profile_writes_no_lines_of_its_own(capfd):
     kept, but not that there is no GPU.
     """
     no_gpu = b"ERROR:2026 1:1 DeviceProperties.cpp:48] gpuGetDeviceCount failed with code 35\n"
-    with internals.without_profiler_marks():
+    with internals.without_profiler_noise():
         profile = torch.profiler.profile()
         profile.start()
         os.write(2, b"ERROR:2026 CuptiActivityApi.cpp:1] no permission\n")
         os.write(2, no_gpu)
         torch.ones(2).add(1)
         profile.stop()
-    with pytest.raises(ValueError, match="x"), internals.without_profiler_marks():
+    with pytest.raises(ValueError, match="x"), internals.without_profiler_noise():
         os.write(2, b"before an exception")
         raise ValueError("x")
     os.write(2, b" and after it\n")
@@ -283,7 +283,7 @@ def test_a_profile_without_standard_error(capfd):
     kept = os.dup(2)
     os.close(2)
     try:
-        with internals.without_profiler_marks():
+        with internals.without_profiler_noise():
             pass
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(2)

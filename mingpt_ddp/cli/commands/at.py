@@ -5,7 +5,8 @@
 RUN        path or fsspec URL of a run directory, or of a directory of snapshots
 step       number of the step, or worst for the step with the largest logged loss (with trainer.log_every > 1 each logged
            loss is the mean of several steps)
-without    number of a sequence in the printed list: repeat the step also without it, and show loss and norms of both
+without    number of a sequence in the printed list: repeat the step a second time without this sequence, and show the loss and
+           the norms of both repetitions
 format     text (the default) or json
 nproc_per_node
            1 repeats the step on one rank; the default is as many ranks as the run had, or 1 with ddp.reduction=canonical

@@ -9,7 +9,8 @@ snapshot        path or fsspec URL of a run directory, of its directory of snaps
                 with different tokenizers by bits_per_byte
 step            newest (the default), best (lowest validation loss) or the number of a step
 split           val (the default) or test; the whole split is measured, even if trainer.eval_steps is set
-data.path       another text to measure, as a whole (the model must know its characters), or the present path of the data
+data.path       another text, which is measured as a whole (the model must know its characters). For a dataset of your own: the
+                path where its files are now
 device          auto (the default, uses the GPU if there is one), cpu or cuda
 precision       auto (the default, as in training on this device), fp32, bf16 or fp16
 code            your Python file that registers the task, the model or the dataset, if they are not built in
@@ -182,10 +183,11 @@ def _run_config(config: EvaluateConfig, url: str, state: Any, first: Any = None)
         if config.data_path is None:
             values = with_data_format(values)
         data = values["data"]
-        given: dict[str, Any] = {"cache_dir": None, "num_workers": 0}  # defaults for this machine
+        # Recorded values that are replaced. First, places and processes of the other machine.
+        replaced: dict[str, Any] = {"cache_dir": None, "num_workers": 0}
         if config.data_path is not None:
             check("path" in data, "its data does not have a path; leave out data.path")
-            given |= {
+            replaced |= {
                 "path": config.data_path,
                 "sha256": None,
                 "truncate": 1.0,
@@ -195,13 +197,13 @@ def _run_config(config: EvaluateConfig, url: str, state: Any, first: Any = None)
             }
         if data.get("tokenizer") not in ("char", "byte"):
             # The task uses the tokenizer in the snapshot, not the recorded path of a tokenizer.
-            given["tokenizer"] = "bpe"
-        paths = [{**data, **given}.get(key) for key in URL_KEYS]
+            replaced["tokenizer"] = "bpe"
+        paths = [{**data, **replaced}.get(key) for key in URL_KEYS]
         check(
             "::" not in json.dumps(paths),
             "its data is a chain of URLs, which this command does not open; set data.path",
         )
-        data |= {key: value for key, value in given.items() if key in data}
+        data |= {key: value for key, value in replaced.items() if key in data}
         return from_mapping(values)
     except NotRegisteredError as error:
         raise SnapshotError(

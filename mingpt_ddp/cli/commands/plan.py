@@ -42,8 +42,17 @@ from mingpt_ddp.training.checked_job import checked_job
 FORMATS = ("text", "json")
 OWN_KEYS = ("format", "device", "nodes", "network_gbps", "vocab_size")
 HEADINGS = ("ranks", "batch", "micro-batch", "per rank", "idle", "learning rate")
-KINDS = ("weights", "gradients", "optimizer", "average", "activations", "temporaries", "data")
-UNKNOWN = "not known"  # shown if a user wrote the model or the task
+MEMORY_KINDS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "average",
+    "activations",
+    "temporaries",
+    "data",
+)
+# Shown for a size that cannot be computed, because a user has written the model or the task.
+UNKNOWN = "not known"
 
 
 def main() -> None:
@@ -151,7 +160,11 @@ def describe(plan: dict[str, Any]) -> str:
         total = _duration(times["total_s"])
         rows += [
             ("time", f"{total}: steps of {times['step_s']:.3g} s{mfu}, {evaluations}"),
-            ("", f"{times['items_per_s']:,.0f} {unit}/s; measured on one rank, no communication"),
+            (
+                "",
+                f"{times['items_per_s']:,.0f} {unit}/s; measured on one rank, "
+                "without communication",
+            ),
             ("", f"peak memory of this process: {human_size(times['peak_bytes'])}"),
         ]
     lines = [f"{name:<11}{text}" for name, text in rows]
@@ -166,7 +179,9 @@ def describe(plan: dict[str, Any]) -> str:
 def _strategy_lines(plan: dict[str, Any]) -> list[str]:
     """Format a table of the memory and time of each strategy, and reasons why some cannot run."""
     table = {name: row for name, row in plan["strategies"].items() if "passes" in row}
-    kinds = [kind for kind in KINDS if any(row[f"{kind}_bytes"] != 0 for row in table.values())]
+    kinds = [
+        kind for kind in MEMORY_KINDS if any(row[f"{kind}_bytes"] != 0 for row in table.values())
+    ]
     rows = [("strategy", "peak", *kinds, "largest", "sends", "step at peak", "limit")]
     for name, row in table.items():
         if row["ranks_per_copy"] > 1:
@@ -187,15 +202,18 @@ def _strategy_lines(plan: dict[str, Any]) -> list[str]:
     lines = [*table_lines(rows, left=(0,)), ""]
     lines += [f"{name}: {r['reason']}" for name, r in plan["strategies"].items() if r["reason"]]
     lines.append(
-        f"each rank has {human_size(plan['memory_bytes'])} of memory; the peaks hold within 10% "
-        "for steps on a GPU without torch.compile; CUDA itself needs 0.5 GiB more, and NCCL's "
+        f"each rank has {human_size(plan['memory_bytes'])} of memory; the peaks are accurate to "
+        "10% for steps on a GPU without torch.compile; CUDA itself needs 0.5 GiB more, and NCCL's "
         "buffers and fragmentation also add to them"
     )
     return lines
 
 
 def _rank_lines(world_sizes: list[dict[str, Any]]) -> list[str]:
-    """Format a table of the batch at other numbers of ranks, and errors of numbers that fail."""
+    """Format a table of the batch at other numbers of ranks.
+
+    For a number of ranks that cannot train, add a line with the error.
+    """
     rows: list[tuple[str, ...]] = [HEADINGS]
     errors = []
     for row in world_sizes:

@@ -166,7 +166,8 @@ def verify_step(store: SnapshotStore, step: int) -> CorruptSnapshotError | None:
     """Read every byte of a snapshot, with a progress bar on a terminal.
 
     Returns:
-        The damage of the snapshot, whose step is then in `store.damaged`. None if it is whole.
+        The damage, or None if the snapshot is whole. The step of a damaged snapshot is added to
+        `store.damaged`.
     """
     with tqdm(
         desc=f"step {step}", unit="B", unit_scale=True, unit_divisor=1024, leave=False, disable=None

@@ -16,14 +16,14 @@ PLUGINS = {
     "hydra/launcher/submitit_local": "slurm",
     "hydra/launcher/ray": "ray",
 }
-SWEEPS = "-m, or mingpt_ddp.sweep"
+HOW_TO_SWEEP = "-m, or mingpt_ddp.sweep"
 
 
 def explain(error: Exception) -> str:
     """Explain an error of Hydra in one line, without the passwords of URLs.
 
-    The text of an unknown preset or key, of a group with an unnecessary +, and of an override with
-    several values is ours. All other texts are Hydra's.
+    This package words the errors about an unknown preset or key, a group with an unnecessary +, and
+    an override with several values. All other errors keep Hydra's words.
     """
     text = str(error)
     preset = re.search(r"Could not (?:find|load) '(.+)/([^/']+)'", text)
@@ -35,11 +35,13 @@ def explain(error: Exception) -> str:
         group, name = added.groups()
         return f"{group} is already in the defaults list; write {group}={name}, without the +"
     if swept := re.search(r"Sweep parameters '(.+)' requires --multirun", text):
-        return f"{swept[1]} has several values; a sweep trains a job with each value ({SWEEPS})"
+        return (
+            f"{swept[1]} has several values; a sweep trains a job with each value ({HOW_TO_SWEEP})"
+        )
     if several := re.search(r"Ambiguous value for argument '(([^=]+)=(.*))'\n", text):
         word, key, values = several.groups()
         return (
-            f"{word} has several values; a sweep trains a job with each value ({SWEEPS}); "
+            f"{word} has several values; a sweep trains a job with each value ({HOW_TO_SWEEP}); "
             f"write '{key}=[{values}]' for a list, or '{key}=\"{values}\"' for a text"
         )
     if isinstance(error, OverrideParseException):
@@ -54,7 +56,9 @@ def explain(error: Exception) -> str:
 
 
 def _explain_unknown_preset(group: str, name: str, text: str) -> str | None:
-    """Say that a preset does not exist, and list the presets of its group. None if it has none.
+    """Say that a preset does not exist, and list the presets of its group.
+
+    Return None if the group has no presets.
 
     Args:
         text: Text of Hydra's error, which contains this list.

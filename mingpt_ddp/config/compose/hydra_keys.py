@@ -25,5 +25,6 @@ def check_hydra_keys(config: DictConfig) -> None:
     ):
         check(
             value in allowed,
-            f"hydra.{key}={value} has no effect here: run.root and run.name set the run directory",
+            f"hydra.{key}={value} has no effect here, because run.root and run.name set the run "
+            "directory; leave it out",
         )

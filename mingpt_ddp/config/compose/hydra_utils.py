@@ -24,8 +24,8 @@ from mingpt_ddp.config.hints import known_keys, suggest
 from mingpt_ddp.config.keys.schema import GROUPS
 from mingpt_ddp.errors import ConfigError, with_commands
 
-# Hydra 1.4 has a list of the `_target_` values that a configuration may have. It would refuse the
-# callbacks of users, and protect nobody, because presets may also name Python files to run.
+# Hydra 1.4 has a list of the `_target_` values that a configuration may have. The list would refuse
+# users' own callbacks. It would protect nobody, because presets may also name Python files to run.
 UNCHECKED = getattr(utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
 WHITELIST: dict[str, Any] = {} if UNCHECKED is None else {"execution_whitelist": UNCHECKED}
 # Hydra 1.3 warns if version_base is missing, and Hydra 1.4 warns if it is given.
@@ -131,7 +131,8 @@ def reorder_argv(argv: list[str]) -> list[str]:
             overrides.append(word)
         else:
             flags.append(word)
-    if flags and flags[-1] in ("--info", "-i"):  # would take the first override as its value
+    # Without a value, --info would take the first override as its value.
+    if flags and flags[-1] in ("--info", "-i"):
         flags[-1] = "--info=all"
     return flags + overrides
 
@@ -156,7 +157,7 @@ def check_options(argv: list[str]) -> None:
 
 
 def is_external(launcher: str) -> bool:
-    """Return True if a launcher is not Hydra's own. Such a launcher runs jobs elsewhere."""
+    """Return True if a launcher is not Hydra's own. Such a launcher starts processes for jobs."""
     return not launcher.startswith("hydra._internal.")
 
 

@@ -1,4 +1,4 @@
-"""Build a job from the configuration that Hydra has composed. Only here is Hydra's state read."""
+"""Build a job from the configuration that Hydra has composed, and from Hydra's global state."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import replace
@@ -19,8 +19,9 @@ def resolve(cfg: DictConfig, swept: Collection[str] | None = None) -> Job:
 
     Args:
         cfg: The configuration of a single run, or of a job of a sweep.
-        swept: Keys that the sweep varies. None to derive them from Hydra's state. If the sweeper is
-            not ours, `mingpt_ddp.study.sweeps.preflight` has listed the other keys there.
+        swept: Keys that the sweep varies. None to derive them from Hydra's state: for a sweeper of
+            another package, `mingpt_ddp.study.sweeps.preflight` has stored the overridden keys that
+            do not vary as `override_dirname.exclude_keys`.
 
     Raises:
         ConfigError, CodeError: A key, a value or a user's file is invalid.

@@ -27,12 +27,12 @@ from mingpt_ddp.config.validation import check, check_directory, check_url
 SPLITS_WITH_OWN_TEXT = ("val", "test")  # the keys of data.split_paths
 MIN_BPE_VOCAB_SIZE = 257  # all 256 bytes, and one learnt token
 BUILTIN_PREFIX = "builtin:"  # begins the path of a text that ships with Python
-Form: TypeAlias = Literal["auto", "text", "jsonl", "parquet", "csv", "tokens"]
+TextFormat: TypeAlias = Literal["auto", "text", "jsonl", "parquet", "csv", "tokens"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserCodeConfig:
-    """Base of the groups that a user's Python file can extend (mingpt_ddp/config/builders.py)."""
+    """The key for your own code, which several groups have (mingpt_ddp/config/builders.py)."""
 
     code: str | None = neutral(
         None, "Your Python file to load, relative to the YAML file that names it."
@@ -73,7 +73,7 @@ class DataConfig(UserCodeConfig):
         "Text to train on: a file, a directory, any fsspec URL, or builtin:python_docs. Your "
         "own reader may interpret it differently.",
     )
-    format: Form = neutral(
+    format: TextFormat = neutral(
         "auto",
         "Format of the text. auto detects it from the name or the content at the first start."
         " text reads any UTF-8 file as it is.",
@@ -89,7 +89,9 @@ class DataConfig(UserCodeConfig):
     )
     block_size: PositiveInt = key(64, "Context length.", "tokens")
     stride: PositiveInt | None = key(
-        None, "Distance between the starts of two windows. null uses data.block_size.", "tokens"
+        None,
+        "Distance from the start of a window to the start of the next. null uses data.block_size.",
+        "tokens",
     )
     train_split: Annotated[float, Field(gt=0, lt=1)] = key(
         0.9, "Share of the text to train on, from its start."
@@ -97,7 +99,9 @@ class DataConfig(UserCodeConfig):
     test_split: Annotated[float, Field(ge=0, lt=1)] = key(
         0.0, "Share of the text, at its end, that is measured once after training."
     )
-    truncate: UnitInterval = key(1.0, "Share of the text to use at all, from its start.")
+    truncate: UnitInterval = key(
+        1.0, "Share of the text to use, from its start. The rest is ignored."
+    )
     cache_dir: str | None = neutral(
         None, "Local directory for encoded texts. null uses the user's cache directory."
     )

@@ -47,11 +47,12 @@ def key(
     )
 
 
+# Describe a key that is not part of a run's name, and by default does not change any result.
 neutral = partial(key, in_name=False, changes="nothing")
 
 
 def enters_name(field: dataclasses.Field[Any]) -> bool:
-    """Return True if a key is part of an unnamed run's name. Keys that users register are."""
+    """Return True if a key is part of an unnamed run's name, like all keys that users register."""
     return bool(field.metadata.get("json_schema_extra", {"in_name": True})["in_name"])
 
 

@@ -40,7 +40,7 @@ ACTIVATION = (
     "Activation of the MLP: gelu, gelu_tanh (as in GPT-2), relu_squared, or the name that your "
     "code registers."
 )
-# The activations that belong to an architecture, so that other programs support them.
+# The activations that count as an architecture's own. Other programs support models with them.
 OWN_ACTIVATIONS = {"gpt": ("gelu", "gelu_tanh"), "modern": ("relu_squared",)}
 
 
@@ -116,12 +116,12 @@ class TransformerConfig(ModelConfig):
             plain_types = get_type_hints(classes[name])  # without Annotated
             for field in fields:
                 plain = plain_types[field]
-                kept_by, wanted = known.setdefault(field, (label, plain))
+                first_label, wanted = known.setdefault(field, (label, plain))
                 check(
                     plain == wanted,
-                    f"{kept_by} and {label} both have the key {field}, but with different types, "
-                    f"{formatannotation(wanted)} and {formatannotation(plain)}; rename one of "
-                    "the keys",
+                    f"{first_label} and {label} both have the key {field}, but with different "
+                    f"types, {formatannotation(wanted)} and {formatannotation(plain)}; rename one "
+                    "of the keys",
                 )
             values = {name: settings[name] for name in fields if name in settings}
             configs[kind] = build(classes[name], values, "model.part_settings")
@@ -161,8 +161,8 @@ class ModernConfig(TransformerConfig):
         super().__post_init__()
         check(
             self.n_embd // self.n_head % 2 == 0,
-            f"model.n_embd={self.n_embd} over model.n_head={self.n_head} must be even, for "
-            "rotary positions",
+            f"model.n_embd={self.n_embd} divided by model.n_head={self.n_head} must be even, for "
+            "rotary positions; change one of them",
         )
         check(
             self.ngram_rows == 0 or self.n_embd % 4 == 0,

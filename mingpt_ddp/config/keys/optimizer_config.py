@@ -41,7 +41,7 @@ class OptimizerConfig(UserCodeConfig):
 
     # A learning rate outside these bounds is probably a mistake.
     usual_lr: ClassVar[tuple[float, float]] = (0.0, math.inf)
-    # True if a step needs whole matrices. No strategy may split them then.
+    # True if a step needs whole matrices, which strategies must not split.
     needs_whole_matrices: ClassVar[bool] = False
 
     name: str = key(
@@ -69,8 +69,9 @@ class OptimizerConfig(UserCodeConfig):
     )
     decay_from: PositiveInt | None = key(
         None,
-        "For cosine, linear and wsd: last step at the peak learning rate. null is the end of "
-        "the warm-up or, with trainer.max_minutes, the step that fixes the number of steps.",
+        "For cosine, linear and wsd: last step at the peak learning rate. null uses the last step "
+        "of the warm-up or, with trainer.max_minutes, the step at which the number of steps is "
+        "fixed.",
     )
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = key(
         0.1, "Final learning rate, as a fraction of the peak."
@@ -99,7 +100,7 @@ class OptimizerConfig(UserCodeConfig):
 
     def __post_init__(self) -> None:
         check_choice("optimizer.schedule", self.schedule, SCHEDULES)
-        self.own_schedule()
+        self.schedule_config()
         check(
             self.decay_from is None or self.schedule in DECAYING,
             f"optimizer.decay_from={self.decay_from} has no effect with "
@@ -111,7 +112,7 @@ class OptimizerConfig(UserCodeConfig):
             f"optimizer.lr_scaling={self.lr_scaling} needs optimizer.reference_batch_size",
         )
 
-    def own_schedule(self) -> Any:
+    def schedule_config(self) -> Any:
         """Build the configuration of the schedule from optimizer.schedule_settings.
 
         Raises:

@@ -49,14 +49,15 @@ class RunConfig:
 
     name: str | None = neutral(
         None,
-        "Directory of the run below run.root, or two levels: group/name. null derives a name "
-        "from the configuration.",
+        "Directory of the run, below run.root. It may have two levels, as in group/name. null "
+        "derives a name from the configuration.",
     )
     root: str = neutral("outputs", "Local directory of all runs.")
     resume: str = neutral(
         "auto",
         "auto continues from the newest snapshot of this run. never starts a new run, in a "
-        "directory with the suffix -2, -3 ... The path or URL of a snapshot starts from there.",
+        "directory with the suffix -2, -3 ... With the path or URL of a snapshot, the run starts "
+        "from that snapshot.",
         changes="training",
     )
     init_from: str | None = key(
@@ -66,8 +67,8 @@ class RunConfig:
     )
     init_sha256: str | None = neutral(
         None,
-        "Expected SHA-256 of these weights. null accepts any, and records their hash at the "
-        "first start.",
+        "Expected SHA-256 of the weights of run.init_from. null accepts any weights, and records "
+        "their hash at the first start.",
         changes="training",
     )
     seed: NonNegativeInt = key(1337, "Seed of all random numbers of the run.")
@@ -184,9 +185,9 @@ class DDPConfig:
             "ddp.static_graph=true cannot be combined with ddp.find_unused_parameters=true",
         )
         needs_ddp = self.comm_hook != "none" or self.find_unused_parameters
-        lacks_it = self.strategy in ("fsdp", "hsdp")
+        lacks_ddp = self.strategy in ("fsdp", "hsdp")
         check(
-            not (needs_ddp and lacks_it),
+            not (needs_ddp and lacks_ddp),
             f"ddp.strategy={self.strategy} does not support ddp.comm_hook and "
             "ddp.find_unused_parameters; use ddp.strategy=ddp or zero1",
         )
@@ -250,7 +251,7 @@ class SnapshotConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerConfig:
-    """Trackers that get the metrics besides the log and metrics.jsonl (docs/trackers.md)."""
+    """Trackers that get the metrics, in addition to metrics.jsonl (docs/trackers.md)."""
 
     tensorboard: bool = neutral(
         False, "Write event files of every rank. The default preset, tensorboard, turns this on."
@@ -276,7 +277,8 @@ class TrackerConfig:
             check_url("tracker.uri", self.uri)
 
 
-# What a user can register, by kind. The configuration must inherit from the class of its kind.
+# The base class of each kind of component that a user can register. The configuration of such a
+# component must inherit from the base class of its kind.
 BASES: dict[str, type] = {
     "task": TaskConfig,
     "model": ModelConfig,

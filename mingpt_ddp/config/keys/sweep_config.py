@@ -13,7 +13,8 @@ class SweepConfig:
     """The jobs of a sweep, and when they run (docs/sweeps.md)."""
 
     parallel: PositiveInt | Literal["auto"] = neutral(
-        1, "Number of concurrent jobs on this machine. auto runs as many as its GPUs or cores hold."
+        1,
+        "Number of concurrent jobs on this machine. auto runs as many as fit on its GPUs or cores.",
     )
     max_failures: NonNegativeInt | None = neutral(
         None, "Number of failed jobs after which no other job starts. null sets no limit."
@@ -21,8 +22,8 @@ class SweepConfig:
     retries: NonNegativeInt = neutral(0, "How often a failed job starts again.")
     zip: list[str] | None = neutral(
         None,
-        "Keys whose values change together: the first value of each, then the second. null "
-        "runs all combinations.",
+        "Keys whose values change together: the first job has the first value of each key, the "
+        "second job the second. null runs all combinations.",
     )
     sampler: Literal["tpe", "gp", "random"] | None = neutral(
         None, "Method that draws the values of a search. null runs all combinations, a grid."
@@ -34,16 +35,16 @@ class SweepConfig:
         "deterministic_objective: false}.",
     )
     trials: PositiveInt = neutral(20, "Number of jobs of a search.")
-    seed: NonNegativeInt = neutral(1, "Seed of the sampler. The jobs have run.seed.")
+    seed: NonNegativeInt = neutral(1, "Seed of the sampler. The jobs use run.seed.")
     metric: str | None = neutral(
         None,
-        "Number of result.json that ranks, searches and prunes jobs. NAME prefers lower "
-        "values, -NAME higher values. null uses val_loss, or bits_per_byte if the tokenizers "
-        "differ.",
+        "Name of a number in result.json, by which jobs are ranked, searched and pruned. NAME "
+        "prefers lower values, -NAME higher values. null uses val_loss, or bits_per_byte if the "
+        "tokenizers differ.",
     )
     pruner: Literal["none", "median", "asha"] = neutral(
         "none",
-        "Method that ends a job of a search early if its evaluations are worse than other jobs'.",
+        "Method that ends a job of a search early if other jobs have better evaluations.",
     )
     pruner_settings: dict[str, Any] | None = neutral(
         None,

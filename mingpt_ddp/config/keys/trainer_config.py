@@ -21,14 +21,15 @@ class TrainerConfig:
     """The training loop. Limits that the command line sets replace all other limits."""
 
     max_epochs: PositiveInt | None = neutral(
-        4, "Limit of passes over the text.", "epochs", changes="end"
+        4, "Largest number of passes over the text.", "epochs", changes="end"
     )
     max_steps: PositiveInt | None = neutral(
-        None, "Limit of optimizer steps.", "steps", changes="end"
+        None, "Largest number of optimizer steps.", "steps", changes="end"
     )
     max_minutes: Annotated[PositiveFloat, Field(le=1e9)] | None = neutral(
         None,
-        "Limit of training time. After a tenth of it, the pace fixes the number of steps.",
+        "Longest training time. After a tenth of this time, the speed so far fixes the number of "
+        "steps.",
         "minutes",
         changes="end",
     )
@@ -37,7 +38,8 @@ class TrainerConfig:
     )
     batch_size_per_rank: PositiveInt | None = key(
         None,
-        "Batch size per rank, instead of trainer.batch_size. The first start fixes the total.",
+        "Batch size per rank, instead of trainer.batch_size. The first start fixes the "
+        "total over all ranks.",
         "sequences",
     )
     micro_batch_size: PositiveInt | None = key(
@@ -87,11 +89,11 @@ class TrainerConfig:
         "rollback returns to the last snapshot and skips the batch.",
     )
     spike_factor: Annotated[float, Field(gt=1)] | None = key(
-        None, "A loss above this multiple of its moving average is a spike. null looks for none."
+        None, "A loss above this multiple of its moving average is a spike. null ignores spikes."
     )
     deterministic: bool = key(
         False,
-        "Compute bit-identical results on a GPU too, where this is slower.",
+        "Compute the same bits every time on a GPU too. Training is then slower.",
         changes="rounding",
     )
     activation_checkpointing: bool = neutral(
@@ -101,8 +103,8 @@ class TrainerConfig:
     )
     ema: Annotated[float, Field(gt=0, lt=1)] | None = key(
         None,
-        "Decay per step of a moving average of the weights, which is evaluated, sampled and "
-        "exported instead of them. null keeps no average.",
+        "Decay per step of a moving average of the weights. The average is evaluated, sampled and "
+        "exported instead of the weights. null keeps no average.",
     )
     patience: PositiveInt | None = neutral(
         None, "Stop after this many evaluations without a lower loss.", "evaluations", changes="end"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from mingpt_ddp.config.keys.components import DataConfig, Form
+from mingpt_ddp.config.keys.components import DataConfig, TextFormat
 from mingpt_ddp.data.file_kinds import (
     DAMAGES,
     HEAD_BYTES,
@@ -39,12 +39,12 @@ class Selection:
         skipped: A line for the log that names the other files, or "" if there are none.
     """
 
-    form: Form
+    form: TextFormat
     files: list[Path]
     skipped: str = ""
 
 
-def format_of_file(path: Path, form: Form, config: DataConfig, source: str) -> Form:
+def format_of_file(path: Path, form: TextFormat, config: DataConfig, source: str) -> TextFormat:
     """Decide the format of a single file.
 
     Args:
@@ -72,7 +72,7 @@ def format_of_file(path: Path, form: Form, config: DataConfig, source: str) -> F
 
 
 def select_files(
-    files: list[Path], form: Form, config: DataConfig, source: str, is_new: bool
+    files: list[Path], form: TextFormat, config: DataConfig, source: str, is_new: bool
 ) -> Selection:
     """Keep the files that have the given format. For auto, it is the format of most bytes.
 
@@ -98,7 +98,7 @@ def select_files(
         bytes_of: Counter[str | None] = Counter()
         for path in files:
             bytes_of[kinds[path].form] += sizes[path]
-        forms: list[Form] = [each for each in get_args(Form) if each in bytes_of]
+        forms: list[TextFormat] = [each for each in get_args(TextFormat) if each in bytes_of]
         form = max(forms, key=bytes_of.__getitem__, default="text")
     read: list[Path] = []
     skipped: dict[str, list[Path]] = defaultdict(list)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mingpt_ddp.config.builders import reader_of
-from mingpt_ddp.config.keys.components import DataConfig, Form
+from mingpt_ddp.config.keys.components import DataConfig, TextFormat
 from mingpt_ddp.data.digests import digest_of, status_of
 from mingpt_ddp.data.file_kinds import (
     BINARY,
@@ -58,7 +58,7 @@ class Text:
         source: Name of the text in log and error messages.
         split: The split that the whole text belongs to, or "" if the text is divided.
         files: The files that are read, or None if a user's reader does not say which. `look` leaves
-            out those of other formats.
+            out files of other formats.
         form: The format, as data.format. It is never auto once `look` has been called.
         sha256: SHA-256 of the text, once `measure` has been called.
         read_sha256: SHA-256 of the text that `pieces` has just read to its end. It differs from
@@ -77,7 +77,7 @@ class Text:
         self._status = None if self.files is None else status_of(self.files)
         self._is_file = config.reader is None and config.path != BUILTIN
         self._is_several = self._is_file and not is_one_file(config)
-        self.form: Form = "text"
+        self.form: TextFormat = "text"
         self._read_note = self._skipped_note = ""  # lines for the log
         self.sha256 = self.read_sha256 = ""
         self.length = 0
@@ -116,7 +116,7 @@ class Text:
     def _where(self, path: Path) -> str:
         return f"{self.source}: {self.name(path)}" if self._is_several else self.source
 
-    def look(self, recorded_form: Form | None, checks_splits: bool) -> None:
+    def look(self, recorded_form: TextFormat | None, checks_splits: bool) -> None:
         """Decide the format, and leave out files of other formats.
 
         Args:

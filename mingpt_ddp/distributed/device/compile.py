@@ -85,7 +85,9 @@ def allows_compile(config: Config, device: torch.device, world_size: int) -> boo
     if needed is None:
         return True
     if wanted in (True, "cuda_graphs"):
-        raise ConfigError(f"trainer.compile={str(wanted).lower()} needs {needed}; change either")
+        raise ConfigError(
+            f"trainer.compile={str(wanted).lower()} needs {needed}; change one of the two settings"
+        )
     return False
 
 

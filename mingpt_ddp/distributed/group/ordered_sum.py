@@ -48,7 +48,7 @@ class Reducer:
         self.flat = flat
         self._slice_sum = slice_sum
         self._is_first_round = True
-        self._sent = 0  # number of tensors in the current round; 0 between rounds
+        self._n_sent = 0  # number of tensors in the current round; 0 between rounds
 
     def send(self, count: int) -> None:
         """Begin a round: send `flat`, which must not change until `wait` or `total` returns.
@@ -57,11 +57,11 @@ class Reducer:
             count: Number of ranks that have a tensor in this round. These are the first ranks.
         """
         self._start_sending()
-        self._sent = count
+        self._n_sent = count
 
     def wait(self) -> None:
         """Finish the current round, if there is one: add its tensors to the sum."""
-        if self._sent:
+        if self._n_sent:
             self._add()
             with self._group.waiting():
                 self._finish_round()
@@ -76,7 +76,7 @@ class Reducer:
     def _add(self) -> None:
         with self._group.waiting():
             slices = self._receive_slices()
-        first, *others = slices[: self._sent]
+        first, *others = slices[: self._n_sent]
         if self._is_first_round:
             self._slice_sum.copy_(first)  # added to zeros, -0.0 would become 0.0
         else:
@@ -84,7 +84,7 @@ class Reducer:
         for other in others:
             self._slice_sum += other
         self._is_first_round = False
-        self._sent = 0
+        self._n_sent = 0
 
     def _start_sending(self) -> None:
         """Start to send `flat` to the other ranks."""

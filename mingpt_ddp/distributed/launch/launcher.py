@@ -74,7 +74,7 @@ async def run_workers(
 
     Args:
         launch: The job, and how to run it.
-        env: Ranks of the first worker.
+        env: Rank, world size and store of the first worker.
         started_at: The time.monotonic() at which this run began.
         forwarder: Forwards signals to the workers. Its signal handlers are installed.
 
@@ -160,7 +160,7 @@ class _WorkerGroup:
     def __init__(self, launch: Launch, first: DistEnv, forwarder: SignalForwarder) -> None:
         """
         Args:
-            first: Ranks of the first worker.
+            first: Rank, world size and store of the first worker.
         """
         self.launch = launch
         self.config = launch.job.config
@@ -206,7 +206,7 @@ class _WorkerGroup:
         can_tell = code not in (0, preempted_code) or self.first.is_standalone
         received = self.forwarder.received
         number = received[-1] if received and can_tell else 0
-        if code == -number < 0:  # it came before the workers could handle it
+        if code == -number < 0:  # the signal came before they could handle it
             log.error("ended by %s; rerun the same command", signal.Signals(number).name)
         is_own_code = code in (0, FAILURE, USER_ERROR, EX_TEMPFAIL, preempted_code) or code > 128
         if not is_own_code and not number:  # the worker could not log this itself

@@ -62,7 +62,7 @@ class Strategy:
         self.group = group
         # Number of ranks that hold the optimizer's state together. Each writes and reads its own
         # shard of a snapshot. 1 if rank zero holds all, or can gather it.
-        self.shards = group.world_size if self.optimizer_state in ("owned", "rows") else 1
+        self.n_shards = group.world_size if self.optimizer_state in ("owned", "rows") else 1
         self.compiles = compiles
         self.graphs = False  # the compiled model is replayed from CUDA graphs
         self.all_reduce_s = 0.0  # seconds that the latest step has waited for its all-reduces
@@ -137,14 +137,14 @@ class Strategy:
         for tensor in model.state_dict().values():
             dist.broadcast(tensor, src=0)
 
-    def watch(self, model: nn.Module, micro_batches: int) -> None:
+    def watch(self, model: nn.Module, n_micro_batches: int) -> None:
         """Let the clock measure this rank's work in each step, unless its passes wait for others.
 
         Args:
-            micro_batches: Number of micro-batches in a step, over all ranks.
+            n_micro_batches: Number of micro-batches in a step, over all ranks.
         """
         if not self.waits_in_passes:
-            self.clock.attach(model, self.passes(micro_batches))
+            self.clock.attach(model, self.passes(n_micro_batches))
 
     def on_whole_model(
         self, model: nn.Module, build: Callable[[], nn.Module], work: Callable[[nn.Module], T]
@@ -335,9 +335,9 @@ class Strategy:
         return tensors
 
     def part_to_write(self, name: str, tensor: Tensor, writer: int) -> tuple[int, Tensor] | None:
-        """Return the number of the first row that this rank writes of a tensor, and its rows.
+        """Choose the rows of a tensor that this rank writes.
 
-        Return None if it writes none.
+        Return the number of the first row, and the rows. Return None if it writes no rows.
 
         Args:
             name: Name of the parameter or buffer.

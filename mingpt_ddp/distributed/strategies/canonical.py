@@ -81,8 +81,8 @@ class CanonicalStrategy(Strategy):
         self._summed_shares = torch.empty(0)
         self._names: list[str] = []
         self._first_buffers: list[Tensor] = []  # copies from before the first step
-        self._micro_batches = 0  # number of micro-batches in a step, over all ranks
-        self._rounds = 0  # number of rounds that have begun in this step
+        self._n_micro_batches = 0  # number of micro-batches in a step, over all ranks
+        self._n_rounds = 0  # number of rounds that have begun in this step
 
     def check_start(self, micro_batch_size: int, recorded: Mapping[str, Any] | None) -> None:
         threads = self.group.all_gather(torch.get_num_threads())
@@ -128,9 +128,9 @@ class CanonicalStrategy(Strategy):
         self._first_buffers = [buffer.clone() for buffer in model.buffers()]
         return model
 
-    def watch(self, model: nn.Module, micro_batches: int) -> None:
-        super().watch(model, micro_batches)
-        self._micro_batches = micro_batches
+    def watch(self, model: nn.Module, n_micro_batches: int) -> None:
+        super().watch(model, n_micro_batches)
+        self._n_micro_batches = n_micro_batches
 
     def loss_scale(self, plan: BatchPlan) -> float:
         return 1 / plan.n_micro
@@ -143,7 +143,7 @@ class CanonicalStrategy(Strategy):
     def begin_step(self) -> None:
         super().begin_step()
         self.all_reduce_s = 0.0
-        self._rounds = 0
+        self._n_rounds = 0
 
     def finish(
         self, micro: MicroBatch, shares: dict[str, Tensor], parameters: list[nn.Parameter]
@@ -212,14 +212,14 @@ class CanonicalStrategy(Strategy):
         """Begin the next round. In the last one, only the first ranks may have a micro-batch."""
         assert self._reducer is not None
         W = self.group.world_size
-        self._reducer.send(min(W, self._micro_batches - self._rounds * W))
-        self._rounds += 1
+        self._reducer.send(min(W, self._n_micro_batches - self._n_rounds * W))
+        self._n_rounds += 1
 
     def reduce_gradients(self, parameters: list[nn.Parameter]) -> None:
         start = time.perf_counter()
         assert self._reducer is not None
         # This rank may have no micro-batch in the last round while other ranks have one.
-        if self._rounds * self.group.world_size < self._micro_batches:
+        if self._n_rounds * self.group.world_size < self._n_micro_batches:
             self._reducer.wait()
             self._send()
         self._reducer.flat.copy_(self._reducer.total())

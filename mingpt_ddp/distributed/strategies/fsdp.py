@@ -35,22 +35,22 @@ from mingpt_ddp.models.dtensor import is_dtensor, whole_tensor
 GATHERED_BYTES = 1 << 20
 
 
-def shards_per_replica(ranks: list[int]) -> int:
+def shards_per_replica(ranks_per_node: list[int]) -> int:
     """Return the number of ranks that hold one copy of the model with hsdp.
 
     These are the ranks of a node. If there is only one node, they are half of its ranks.
 
     Args:
-        ranks: Number of ranks on each node.
+        ranks_per_node: Number of ranks on each node.
 
     Raises:
         ConfigError: The nodes have different numbers of ranks, or a copy would have one rank.
     """
-    size = ranks[0] if len(ranks) > 1 else ranks[0] / 2
-    if len(set(ranks)) > 1 or size == 1 or size != int(size):
+    size = ranks_per_node[0] if len(ranks_per_node) > 1 else ranks_per_node[0] / 2
+    if len(set(ranks_per_node)) > 1 or size == 1 or size != int(size):
         raise ConfigError(
             "ddp.strategy=hsdp needs an even number of ranks on one node, or the same number of "
-            f"ranks, at least two on every node; the nodes have {ranks} ranks; use "
+            f"ranks, at least two on every node; the nodes have {ranks_per_node} ranks; use "
             "ddp.strategy=fsdp"
         )
     return int(size)
@@ -94,10 +94,10 @@ class FSDPStrategy(Strategy):
         """
         super().__init__(ddp, trainer, device, group, compiles)
         self.name = ddp.strategy
-        shape: tuple[int, ...] = (self.shards,)
+        shape: tuple[int, ...] = (self.n_shards,)
         if self.name == "hsdp":
-            self.shards = self._shards_per_replica()
-            shape = (group.world_size // self.shards, self.shards)
+            self.n_shards = self._shards_per_replica()
+            shape = (group.world_size // self.n_shards, self.n_shards)
         self._mesh = init_device_mesh(
             device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]
         )
@@ -219,4 +219,4 @@ class FSDPStrategy(Strategy):
         The last shards may be smaller, or empty.
         """
         rows = tensor.shape[0]
-        return min(rows, self._row_rank * math.ceil(rows / self.shards))
+        return min(rows, self._row_rank * math.ceil(rows / self.n_shards))

@@ -53,8 +53,8 @@ class OwnedState(Strategy):
 
     def prepare(self, model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
         model = super().prepare(model, dtype)
-        self._owners = assign_owners(model, self.shards)
-        self._parameters = [[] for _ in range(self.shards)]
+        self._owners = assign_owners(model, self.n_shards)
+        self._parameters = [[] for _ in range(self.n_shards)]
         parameters = dict(model.named_parameters())
         for name, owner in self._owners.items():
             self._parameters[owner].append(parameters[name])

@@ -113,8 +113,8 @@ class ShardPlan:
         return files
 
     def _assign(self, tensors: TensorsByKind) -> Assignment:
-        if self.strategy.shards > 1:
-            return Assignment(dict.fromkeys(tensors, range(self.strategy.shards)))
+        if self.strategy.n_shards > 1:
+            return Assignment(dict.fromkeys(tensors, range(self.strategy.n_shards)))
         self._writers = self._writers or ranks_with_same_storage(self.group, self.storage) or [0]
         return share_tensors(tensors, self._writers)
 

@@ -66,24 +66,24 @@ def short_names(keys: list[str]) -> dict[str, str]:
 def assignments(row: Row, keys: list[str]) -> list[str]:
     """Format `name=value` for each of these keys that the row has."""
     names = short_names(keys)
-    return [f"{names[key]}={shown(row.config[key])}" for key in keys if key in row.config]
+    return [f"{names[key]}={format_value(row.config[key])}" for key in keys if key in row.config]
 
 
-def shown(value: Value) -> str:
+def format_value(value: Value) -> str:
     """Format a value as on the command line, but cut to MAX_LENGTH characters."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return brief(value)
+        return format_brief(value)
     return cut(value if isinstance(value, str) else json.dumps(value))
 
 
-def brief(value: float) -> str:
+def format_brief(value: float) -> str:
     """Format a number with at most four digits, such as 3e-4. A whole number keeps all digits."""
     if abs(value) < 1e9 and value == round(value):
         return f"{value:.0f}"
     return f"{value:.4g}" if 1e-3 <= abs(value) < 1e4 else scientific(value)
 
 
-def fixed(value: float | None, form: str) -> str:
+def format_number(value: float | None, form: str) -> str:
     """Format a number, or `-` for None. A very large number gets an exponent.
 
     Args:
@@ -115,7 +115,7 @@ def words(name: str) -> str:
     return KEY_WORDS.get(name) or re.sub(r"[_.]+", " ", name.removesuffix(".name"))
 
 
-def when(seconds: float | None) -> str:
+def format_time(seconds: float | None) -> str:
     """Format a Unix time. Return `-` if it is unknown or impossible."""
     if seconds is None or not 0 <= seconds < 1e11:
         return "-"

@@ -34,7 +34,7 @@ WHY_BITS_PER_BYTE = "losses per token of different tokenizers cannot be compared
 class Objective:
     """The number by which jobs are ranked."""
 
-    series: str  # key of the number in result.json and metrics.jsonl
+    key: str  # key of the number in result.json and metrics.jsonl
     title: str  # title in sentences and on pages
     column: str  # title of the column in a table
     maximize: bool = False  # True if higher values are better
@@ -42,7 +42,7 @@ class Objective:
     @property
     def metric(self) -> str:
         """The value of `sweep.metric` that names this objective."""
-        return f"{'-' * self.maximize}{self.series}"
+        return f"{'-' * self.maximize}{self.key}"
 
     @property
     def better(self) -> str:
@@ -60,7 +60,7 @@ class Objective:
 
     def recorded_in(self, result: Mapping[str, Any]) -> Any:
         """Return the unchecked value in an untrusted result.json. Return None if it is missing."""
-        return result.get(self.series, result.get(self.series.removeprefix("val_")))
+        return result.get(self.key, result.get(self.key.removeprefix("val_")))
 
     def value(self, result: Mapping[str, Any]) -> float:
         """Return the value in a result.json. If it has none, return the worst value (infinite)."""

@@ -15,7 +15,7 @@ from mingpt_ddp.study.results.runs import RunRecord, number, varying
 def json_report(results: Results) -> str:
     """Return the report as strict JSON in ASCII. Numbers that are not finite become null."""
     document = {
-        "objective": results.objective.series,
+        "objective": results.objective.key,
         "better": results.objective.better,
         "parameters": results.keys,
         "notes": [*results.notes, *results.unread],

@@ -7,9 +7,9 @@ from mingpt_ddp.study.results.formats import (
     compare_command,
     cut,
     duration,
-    fixed,
+    format_number,
+    format_value,
     short_names,
-    shown,
     words,
 )
 from mingpt_ddp.study.results.groups import Group
@@ -82,29 +82,29 @@ def cells_of(results: Results, group: Group, keys: list[str], *, short: bool) ->
     cells = {objective.column if short else objective.title: _value(group)}
     time = "time"
     if results.has_replicates:
-        cells["± 95%"] = fixed(group.latest.half_width, ".4f")
-        cells["sd"] = fixed(group.latest.deviation, ".4f")
+        cells["± 95%"] = format_number(group.latest.half_width, ".4f")
+        cells["sd"] = format_number(group.latest.deviation, ".4f")
         cells["n"] = group.seed_count
         time = "total time"
-    cells["status"] = shown(group.status)
+    cells["status"] = format_value(group.status)
     for key in keys:
         title = cut(in_words(names[key]))
-        cell = shown(group.config[key]) if key in group.config else "-"
+        cell = format_value(group.config[key]) if key in group.config else "-"
         cells[key if title in cells else title] = cell
     cells["step"] = _steps(group)
-    cells[f"{results.jobs[0].unit}/s"] = fixed(group.speed, ",.0f")
-    cells["minutes"] = fixed(group.minutes, ".3g")
-    cells["faults"] = fixed(group.faults, "d")
+    cells[f"{results.jobs[0].unit}/s"] = format_number(group.speed, ",.0f")
+    cells["minutes"] = format_number(group.minutes, ".3g")
+    cells["faults"] = format_number(group.faults, "d")
     cells[time] = duration(group.seconds) or "-"
     if objective is not LOSS:
         loss = group.estimate_of(lambda job: job.val_loss).mean
-        cells[LOSS.column if short else LOSS.title] = fixed(loss, ".4f")
+        cells[LOSS.column if short else LOSS.title] = format_number(loss, ".4f")
     return cells
 
 
 def _value(group: Group) -> str:
     """Format the objective of a group. A last value is in parentheses if no job is complete."""
-    value = fixed(group.value, ".4f")
+    value = format_number(group.value, ".4f")
     is_last = group.value is not None and group.objective is None
     return f"({value})" if is_last else value
 
@@ -114,14 +114,18 @@ def _steps(group: Group) -> str:
     steps = known(job.step for job in group.jobs)
     if not steps:
         return "-"
-    low, high = fixed(min(steps), "d"), fixed(max(steps), "d")
+    low, high = format_number(min(steps), "d"), format_number(max(steps), "d")
     return low if low == high else f"{low}-{high}"
 
 
 def with_interval(estimate: Estimate) -> str:
     """Format a mean as `2.1000 ± 0.0500`, or as `2.1000` if it has no interval."""
-    mean = fixed(estimate.mean, ".4f")
-    return mean if estimate.half_width is None else f"{mean} ± {fixed(estimate.half_width, '.4f')}"
+    mean = format_number(estimate.mean, ".4f")
+    return (
+        mean
+        if estimate.half_width is None
+        else f"{mean} ± {format_number(estimate.half_width, '.4f')}"
+    )
 
 
 def used_columns(rows: list[Cells]) -> tuple[list[str], list[list[str]]]:

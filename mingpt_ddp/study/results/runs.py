@@ -91,8 +91,8 @@ class RunRecord:
         """Return the final value of a number, or its last value if the job is not complete."""
         if self.status == DIVERGED:
             return None
-        if self.status != "complete" and measured.series in self.metrics.last:
-            return number(self.metrics.last[measured.series])
+        if self.status != "complete" and measured.key in self.metrics.last:
+            return number(self.metrics.last[measured.key])
         return number(measured.recorded_in(self.result))
 
     @cached_property
@@ -168,9 +168,7 @@ def read_jobs(
     jobs = [replace(job, ranked_by=objective) for job in jobs]
     if metric and all(job.value is None and job.status != "running" for job in jobs):
         names = dict.fromkeys(key for job in jobs for key in _numbers(job))
-        raise RunError(
-            f"metric={metric}: no run has this number; {hint_at(objective.series, names)}"
-        )
+        raise RunError(f"metric={metric}: no run has this number; {hint_at(objective.key, names)}")
     return sorted(jobs, key=by_objective)
 
 
@@ -342,7 +340,7 @@ def _status(path: Path, result: dict[str, Any], metrics: MetricsSummary) -> str:
     status = str(result.get("status", "unfinished" if locked is None else "stopped"))
     if status != "complete":
         return DIVERGED if metrics.has_diverged else status
-    loss = result.get(LOSS.series, 0.0)
+    loss = result.get(LOSS.key, 0.0)
     has_no_loss = loss is None or (isinstance(loss, float) and number(loss) is None)
     return DIVERGED if has_no_loss else status
 

@@ -79,7 +79,7 @@ def start_sweep(config: DictConfig, env: DistEnv) -> Sweep:
     ranks_by_bits = settings.metric is None and objective is BITS_PER_BYTE
     given_metric = settings.metric
     if ranks_by_bits:
-        settings = replace(settings, metric=objective.series)
+        settings = replace(settings, metric=objective.key)
     slots = plan_slots(settings, jobs, own_directory) if our_sweeper and not is_remote else []
     if own_directory is not None:
         is_single_run = env.call_on_rank_zero(lambda: is_run(own_directory))

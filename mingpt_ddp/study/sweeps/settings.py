@@ -120,7 +120,7 @@ def _check_metric(config: Config) -> None:
     settings = config.sweep
     if settings.metric is None:
         return
-    name = objective_named(settings.metric).series
+    name = objective_named(settings.metric).key
     is_evaluated = name.startswith("val_") or name in BITS_METRICS
     check(
         settings.pruner == "none" or is_evaluated,

@@ -210,7 +210,7 @@ class Sweep(Records):
 
     def _ask_pruner(self, number: int, step: int, metrics: Mapping[str, float]) -> str | None:
         assert self.study is not None  # on rank zero
-        name = objective_named(self.settings.metric).series.removeprefix("val_")
+        name = objective_named(self.settings.metric).key.removeprefix("val_")
         return self.study.report(number, step, metrics[name]) if name in metrics else None
 
     def record(self, place: SweepPlace, outcome: Outcome) -> Outcome:

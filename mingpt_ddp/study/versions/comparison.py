@@ -25,7 +25,7 @@ from mingpt_ddp.storage.yaml_and_json import read_yaml
 from mingpt_ddp.study.results.analysis.compare import Setting
 from mingpt_ddp.study.results.analysis.version_verdict import VersionVerdict, version_verdict
 from mingpt_ddp.study.results.experiments import record
-from mingpt_ddp.study.results.formats import duration, fixed
+from mingpt_ddp.study.results.formats import duration, format_number
 from mingpt_ddp.study.results.objective import LOSS, TEXT_KEYS
 from mingpt_ddp.study.results.runs import DIVERGED, is_run, number, read_jobs
 from mingpt_ddp.study.results.sequential_record import (
@@ -235,7 +235,7 @@ def _complete(job: VersionRun, title: str) -> None:
         job.version.check_unchanged()
         echo_error(f"{title}: {job.version.name}, {job.overrides[0]}")
         job.version.train(job.overrides)
-        loss = fixed(number(job.result.get("val_loss")), ".4f")
+        loss = format_number(number(job.result.get("val_loss")), ".4f")
         time = duration(number(job.result.get("wall_seconds"))) or "-"
         echo_error(f"{title}: validation loss {loss} after {time}")
     if job.result.get("status") != RunStatus.COMPLETE:

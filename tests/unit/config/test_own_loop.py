@@ -9,7 +9,7 @@ import pytest
 from mingpt_ddp.config import own_loop
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.config.hints import known_keys
-from mingpt_ddp.config.loaded_code import keep
+from mingpt_ddp.config.loaded_code import record_file
 from mingpt_ddp.config.own_loop import KEYS_OF_MAIN, refuse_unread_keys, refuse_unread_words
 from mingpt_ddp.errors import ConfigError
 
@@ -29,7 +29,7 @@ def test_every_key_of_the_list_exists():
 @pytest.mark.parametrize("key", KEYS_OF_MAIN)
 def test_a_key_that_the_script_does_not_read_is_refused(key, tmp_path):
     script = tmp_path / "train.py"
-    keep(script, b"EVERY = 10\n")
+    record_file(script, b"EVERY = 10\n")
     with pytest.raises(
         ConfigError, match=f"{key} is a key for the training loop of main.py, and train.py does"
     ):
@@ -38,7 +38,7 @@ def test_a_key_that_the_script_does_not_read_is_refused(key, tmp_path):
 
 def test_a_key_that_the_script_reads_is_not_refused(tmp_path):
     script = tmp_path / "train.py"
-    keep(script, b"def train(config):\n    return config.trainer.eval_every\n")
+    record_file(script, b"def train(config):\n    return config.trainer.eval_every\n")
     refuse_unread_keys(["trainer.eval_every", "trainer.max_steps"], script)
 
 

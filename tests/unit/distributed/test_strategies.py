@@ -103,7 +103,7 @@ def test_synchronized_batch_normalization_on_several_gpus_is_not_compiled():
     wanted = config("ddp.sync_batchnorm=true", "trainer.compile=true")
     assert [allows_compile(auto, GPU, n) for n in (1, 2)] == [True, False]
     assert allows_compile(wanted, CPU, 2)
-    message = r"trainer.compile=true needs ddp.sync_batchnorm=false on several GPUs; change either"
+    message = r"trainer.compile=true needs ddp.sync_batchnorm=false on several GPUs; change one"
     with pytest.raises(ConfigError, match=message):
         allows_compile(wanted, GPU, 2)
 

@@ -209,7 +209,7 @@ def test_ngram_embeddings_by_hand():
 
 
 def test_a_head_of_odd_width_is_refused():
-    with pytest.raises(ConfigError, match=r"model.n_embd=15 over model.n_head=3 must be even"):
+    with pytest.raises(ConfigError, match=r"model.n_embd=15 divided by model.n_head=3 must be"):
         ModernConfig(
             name="test", architecture="modern", n_layer=1, n_head=3, n_embd=15, dropout=0.0
         )

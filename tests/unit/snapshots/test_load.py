@@ -172,7 +172,7 @@ def test_find_steps_lists_unfinished_snapshots_too(store, tmp_path):
     ("path", "reason"),
     [
         ("reference://x", "reference:// needs more than a URL; use a directory or an object store"),
-        ("nosuch://x", "the protocol nosuch:// is unknown"),
+        ("nosuch://x", "the protocol nosuch:// is unknown; check its spelling"),
     ],
 )
 def test_a_recorded_url_that_cannot_be_opened_gives_one_line(path, reason, tmp_path):

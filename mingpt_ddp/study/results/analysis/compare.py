@@ -67,10 +67,10 @@ class SequentialVerdict:
     """The result of a comparison with until=decided, in addition to its `Difference`."""
 
     decision: Decision
-    pairs: int  # number of pairs of seeds that were tested
-    planned: int  # number of pairs if all seeds are trained
+    n_pairs: int  # number of tested pairs of seeds
+    n_planned: int  # number of pairs if all seeds are trained
     care: float | None  # the smallest difference that matters to the user
-    comparisons: int  # number of settings that are compared with the reference
+    n_comparisons: int  # number of settings that are compared with the reference
 
 
 @dataclass
@@ -230,7 +230,7 @@ def _sequential(
         why = "the difference is the same with each seed, which says nothing about chance"
     decision = Decision.UNDECIDED if evidence is None else evidence.decision
     verdict = SequentialVerdict(
-        decision, len(pairs), len(record.seeds), record.care, record.test.comparisons
+        decision, len(pairs), len(record.seeds), record.care, record.test.n_comparisons
     )
     if evidence is None or not math.isfinite(evidence.high):
         return Comparison(reference, other, None, why, sequential=verdict)

@@ -19,7 +19,7 @@ from mingpt_ddp.study.results.analysis.compare import (
     settings_of,
 )
 from mingpt_ddp.study.results.experiments import record, root_of
-from mingpt_ddp.study.results.formats import compare_command, fixed
+from mingpt_ddp.study.results.formats import compare_command, format_number
 from mingpt_ddp.study.results.groups import Group, best_group, replicates
 from mingpt_ddp.study.results.notes import (
     comparison_notes,
@@ -148,7 +148,7 @@ def _sequential_sentence(comparison: Comparison, verdict: SequentialVerdict) -> 
     """Word the verdict of a comparison with until=decided as a sentence."""
     first, second = comparison.in_order
     difference = comparison.difference
-    amount = f"{verdict.pairs} of {verdict.planned} pairs of seeds"
+    amount = f"{verdict.n_pairs} of {verdict.n_planned} pairs of seeds"
     if difference is not None:
         if first is not comparison.reference:
             difference = difference.reversed
@@ -167,7 +167,7 @@ def _amount(difference: Difference, p: float) -> str:
     half = (difference.high - difference.low) / 2
     decimals = min(max(1 - math.floor(math.log10(half)), 0), MAX_DECIMALS)
     mean, half_width, low, high = (
-        fixed(value, f".{decimals}f")
+        format_number(value, f".{decimals}f")
         for value in (difference.difference, half, difference.low, difference.high)
     )
     ours, theirs = difference.seeds
@@ -238,7 +238,7 @@ def _order_notes(settings: list[Setting], comparisons: list[Comparison]) -> list
 def _tests(settings: list[Setting], comparisons: list[Comparison]) -> int:
     """Return the number of tests that the p-values are corrected for."""
     if comparisons and (first := comparisons[0].sequential):
-        return first.comparisons
+        return first.n_comparisons
     return pairs_of(settings)
 
 
@@ -261,14 +261,14 @@ def _correction(comparisons: list[Comparison], pairs: int) -> list[str]:
 
 def _table(settings: list[Setting]) -> list[str]:
     """Format the table of settings as lines."""
-    minutes = [fixed(setting.minutes, ".3g") for setting in settings]
+    minutes = [format_number(setting.minutes, ".3g") for setting in settings]
     has_minutes = any(setting.minutes is not None for setting in settings)
     time = ["minutes"] if has_minutes else []
     rows = [["mean", "seeds", "deviation", "95% interval", *time, "setting"]]
     for setting, taken in zip(settings, minutes, strict=True):
         estimate = setting.estimate
         numbers = (estimate.mean, estimate.deviation, estimate.low, estimate.high)
-        mean, deviation, low, high = (fixed(value, ".4f") for value in numbers)
+        mean, deviation, low, high = (format_number(value, ".4f") for value in numbers)
         interval = "-" if estimate.low is None else f"{low} to {high}"
         time = [taken] if has_minutes else []
         rows.append([mean, setting.seed_count, deviation, interval, *time, setting.label])
@@ -294,7 +294,7 @@ def to_numbers(
     if any(each.worse is best for each in comparisons):
         best = None
     return {
-        "objective": jobs[0].ranked_by.series,
+        "objective": jobs[0].ranked_by.key,
         "better": jobs[0].ranked_by.better,
         "best": best.label if best else None,
         "settings": listed,
@@ -314,8 +314,8 @@ def _comparison_numbers(comparison: Comparison) -> dict[str, Any]:
     }
     if comparison.sequential:
         verdict = comparison.sequential
-        numbers |= {"decision": verdict.decision.value, "pairs": verdict.pairs}
-        numbers["planned_pairs"] = verdict.planned
+        numbers |= {"decision": verdict.decision.value, "pairs": verdict.n_pairs}
+        numbers["planned_pairs"] = verdict.n_planned
     if comparison.difference:
         numbers |= {**asdict(comparison.difference), "p_corrected": comparison.p}
     return numbers

@@ -9,7 +9,14 @@ from typing import Any
 from plotly.colors import sample_colorscale
 
 from mingpt_ddp.errors import printable
-from mingpt_ddp.study.results.formats import brief, cut, fixed, short_names, shown, words
+from mingpt_ddp.study.results.formats import (
+    cut,
+    format_brief,
+    format_number,
+    format_value,
+    short_names,
+    words,
+)
 from mingpt_ddp.study.results.groups import Group, best_group
 from mingpt_ddp.study.results.results import Results
 from mingpt_ddp.study.results.runs import Value, by_value, known, number
@@ -66,9 +73,9 @@ class Figures:
     def _style(self, group: Group, rank: str, is_best: bool) -> Style:
         text = f"<b>#{rank}</b> {label(group.status)}"
         if group.value is not None:
-            text += f", {label(self._objective.title)} {brief(group.value)}"
+            text += f", {label(self._objective.title)} {format_brief(group.value)}"
         if group.latest.half_width is not None:
-            text += f" ± {brief(group.latest.half_width)}"
+            text += f" ± {format_brief(group.latest.half_width)}"
         seeds = [f"{group.n_seeds} seeds"] * (group.n_seeds > 1)
         text = "<br>".join([text, *seeds, *self.parameters(group)[:MAX_FIGURES]])
         if group.objective is None:
@@ -82,13 +89,16 @@ class Figures:
         """Format each parameter of a row as `name: value`, escaped."""
         config = group.config
         named = [(name, config[key]) for key, name in self.names.items() if key in config]
-        return [f"{label(name)}: {label(shown(value))}" for name, value in named]
+        return [f"{label(name)}: {label(format_value(value))}" for name, value in named]
 
     def legend(self) -> str:
         """Explain the colours, as HTML. If there are few groups of replicates, name each group."""
         text = ""
         if any(group.objective is not None for group, _ in self._rows):
-            ends = [fixed(self._objective.cost(cost), ".3f") for cost in (self._best, self._worst)]
+            ends = [
+                format_number(self._objective.cost(cost), ".3f")
+                for cost in (self._best, self._worst)
+            ]
             text = f"Blue to orange: values from {' to '.join(ends)}"
             text += " or worse. " if self._has_outliers else ". "
         if any(group.objective is None for group, _ in self._rows):
@@ -247,7 +257,7 @@ def parameter_axis(
     if len(numbers) == len(values):
         is_logarithmic = is_logarithmic and min(numbers) > 0
         return (dict(LOGARITHMIC) if is_logarithmic else {"type": "linear"}), numbers
-    ordered = sorted(values, key=lambda value: (*by_value(number(value)), shown(value)))
+    ordered = sorted(values, key=lambda value: (*by_value(number(value)), format_value(value)))
     names = [*dict.fromkeys(map(_category, ordered))]
     short = {name: label(name, 14) for name in names}
     return {"type": "category", "categoryarray": names, "labelalias": short}, [
@@ -257,7 +267,7 @@ def parameter_axis(
 
 def _category(value: Value) -> str:
     """Return the name of a value on an axis of categories."""
-    return label(shown(value), 100)
+    return label(format_value(value), 100)
 
 
 def mean_curve(curves: Iterable[Iterable[tuple[int, float]]]) -> Curve:

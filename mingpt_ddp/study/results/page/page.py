@@ -16,7 +16,15 @@ from mingpt_ddp.errors import counted, printable
 from mingpt_ddp.metrics.samples import read_samples
 from mingpt_ddp.storage.code_identity import describe, recorded_code
 from mingpt_ddp.study.results.analysis.verdict import sentences
-from mingpt_ddp.study.results.formats import command_line, cut, duration, fixed, shown, when, words
+from mingpt_ddp.study.results.formats import (
+    command_line,
+    cut,
+    duration,
+    format_number,
+    format_time,
+    format_value,
+    words,
+)
 from mingpt_ddp.study.results.groups import Group, recipe, singles
 from mingpt_ddp.study.results.objective import BITS_PER_BYTE, LOSS
 from mingpt_ddp.study.results.page.figures import (
@@ -75,7 +83,7 @@ def render_page(title: str, results: Results, reload_s: float = 0) -> str:
     sections["Notes"] = bullets(unread)
     body = f"<h1>{escape(title)}</h1><p>{escape(_summary(results))}</p>"
     if reload_s:
-        now = when(time.time())
+        now = format_time(time.time())
         body += f"<p>Still running. This is the state at {now}; this page reloads itself.</p>"
     for heading, content in sections.items():
         if content:
@@ -95,7 +103,9 @@ def _summary(results: Results) -> str:
     """Count the jobs by status, and add up their training time and faults, in a sentence."""
     jobs = results.jobs
     statuses = [job.status for job in jobs]
-    counts = [f"{statuses.count(status)} {shown(status)}" for status in dict.fromkeys(statuses)]
+    counts = [
+        f"{statuses.count(status)} {format_value(status)}" for status in dict.fromkeys(statuses)
+    ]
     total = counted(len(jobs), "job")
     if results.has_replicates:
         total += f" in {len(results.groups)} groups that differ in more than run.seed"
@@ -114,12 +124,14 @@ def _best(figures: Figures, results: Results) -> str:
     title = ranked_by.title if ranked_by.note else ranked_by.title.capitalize()
     text = f"{title} {with_interval(best.latest)}"
     if best.objective is None:
-        text += f" so far, at step {fixed(best.first.step, 'd')}: {shown(best.status)}"
+        text += (
+            f" so far, at step {format_number(best.first.step, 'd')}: {format_value(best.status)}"
+        )
     if results.has_replicates:
         text += f", mean of {counted(best.n_complete, 'seed')}"
     for key in sorted(best.first.result):
         estimate = best.estimate_of(lambda job, key=key: number(job.result.get(key)))  # type: ignore[misc]
-        if estimate.mean is not None and key.startswith("val_") and key != ranked_by.series:
+        if estimate.mean is not None and key.startswith("val_") and key != ranked_by.key:
             text += f", {cut(words(key))} {with_interval(estimate)}"
     text = ", ".join([escape(text), *figures.parameters(best)])
     html = f"<p>{text}.</p><pre>{escape(command_line(best.first))}</pre>"
@@ -132,7 +144,7 @@ def _numbers(job: RunRecord) -> str:
     for key in job.result:
         value = number(job.result[key])
         if value is not None:
-            rows.append({"what": cut(words(str(key))), "value": fixed(value, ".6g")})
+            rows.append({"what": cut(words(str(key))), "value": format_number(value, ".6g")})
     return table(rows)
 
 
@@ -142,7 +154,7 @@ def _run(figures: Figures, job: RunRecord, unread: list[str]) -> dict[str, str]:
     restarts = {*known(number(each["step"]) for each in history.attempts[1:])}
     styles = {
         "train_loss": Style(TRAINING, "training"),
-        LOSS.series: Style(VALIDATION, "validation"),
+        LOSS.key: Style(VALIDATION, "validation"),
     }
     losses = [(style, mean_curve([history.series(key)])) for key, style in styles.items()]
     legend = " ".join(style.legend_entry for style in styles.values())
@@ -154,9 +166,9 @@ def _run(figures: Figures, job: RunRecord, unread: list[str]) -> dict[str, str]:
         others += figures.curves([(Style(TRAINING), curve)], words(key), 260, restarts)
     attempts = []
     for index, record in enumerate(history.attempts, start=1):
-        row = {"attempt": str(index), "began": when(number(record.get("start")))}
-        row |= {"after step": fixed(number(record["step"]), ".0f")}
-        attempts.append(row | {"ranks": fixed(number(record.get("world_size")), ".0f")})
+        row = {"attempt": str(index), "began": format_time(number(record.get("start")))}
+        row |= {"after step": format_number(number(record["step"]), ".0f")}
+        attempts.append(row | {"ranks": format_number(number(record.get("world_size")), ".0f")})
     return {
         "Losses": curves and f"<p>{legend}</p>{curves}",
         "Learning rate, speed and metrics": _grid(others),
@@ -178,7 +190,7 @@ def _samples(directory: Path, unread: list[str]) -> str:
     blocks = ""
     for step in steps[:: len(steps) // MAX_SAMPLES + 1]:
         text = escape(texts[step][:MAX_SAMPLE_LENGTH])
-        blocks += f"<p>step {fixed(number(step), '.0f')}</p><pre>{text}</pre>"
+        blocks += f"<p>step {format_number(number(step), '.0f')}</p><pre>{text}</pre>"
     return blocks
 
 
@@ -189,7 +201,7 @@ def _sweep(figures: Figures, results: Results) -> dict[str, str]:
     training = "training loss"
     if objective is BITS_PER_BYTE:
         training += ", per token of each tokenizer"
-    curves = figures.losses({objective.series: objective.title, "train_loss": training})
+    curves = figures.losses({objective.key: objective.title, "train_loss": training})
     parameters = _grid("".join(map(figures.over_parameter, results.keys[:MAX_FIGURES])))
     if more := len(results.keys[MAX_FIGURES:]):
         text = f"These are the first {MAX_FIGURES} parameters; the table has the other {more}."
@@ -233,7 +245,7 @@ def _settings(jobs: list[RunRecord]) -> str:
     facts = [f"{size:,.0f} parameters" for size in sizes if size and len(sizes) == 1]
     codes = {describe(code) for code in map(recorded_code, [job.result for job in jobs]) if code}
     facts += [f"code {code}" for code in codes if len(codes) == 1]
-    facts.append(f"begun {when(min(job.metrics.began for job in jobs))}")
+    facts.append(f"begun {format_time(min(job.metrics.began for job in jobs))}")
     groups: dict[str, dict[str, Value]] = {}
     for key, value in config.items():
         group, _, name = key.partition(".")

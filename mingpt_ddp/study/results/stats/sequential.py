@@ -54,14 +54,14 @@ class SequentialTest:
 
     # Number of settings compared with the reference. The chance that any of these comparisons is
     # wrong is at most LEVEL.
-    comparisons: int
+    n_comparisons: int
     # Smallest difference that the user cares about. None if every difference matters.
     care: float | None = None
 
     @property
     def log_threshold(self) -> float:
         """Logarithm of the e-value from which the settings count as different."""
-        return math.log(self.comparisons / LEVEL)
+        return math.log(self.n_comparisons / LEVEL)
 
     @property
     def min_pairs(self) -> int:
@@ -95,7 +95,7 @@ class SequentialTest:
         decision = Decision.SMALLER if is_small else Decision.UNDECIDED
         if log_e >= self.log_threshold:
             decision = Decision.DIFFERENT
-        p = min(1.0, self.comparisons * math.exp(-max(log_e, 0.0)))
+        p = min(1.0, self.n_comparisons * math.exp(-max(log_e, 0.0)))
         return Evidence(decision, mean, mean - half_width, mean + half_width, p)
 
     def decided_after(self, pairs: Sequence[Pair]) -> int | None:

@@ -292,6 +292,6 @@ def _objective_value(result: dict[str, Any], objective: Objective) -> float:
         return value
     numbers = [key for key, each in result.items() if type(each) in (int, float)]
     raise RunError(
-        f"sweep.metric={objective.series}: the job's result.json has no finite number of this "
+        f"sweep.metric={objective.key}: the job's result.json has no finite number of this "
         f"name; choose one of {', '.join(numbers)}"
     )

@@ -20,7 +20,7 @@ from tools import call_tool
 from mingpt_ddp.cli.commands import report as tool
 from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory, hydra_value
 from mingpt_ddp.errors import RunError
-from mingpt_ddp.study.results.formats import NO_COMMAND, brief, command_line, short_names
+from mingpt_ddp.study.results.formats import NO_COMMAND, command_line, format_brief, short_names
 from mingpt_ddp.study.results.report import report
 from mingpt_ddp.study.results.runs import plain, read_jobs, varying
 
@@ -212,7 +212,7 @@ def test_no_run_is_an_error(tmp_path, directory):
     ],
 )
 def test_numbers_are_brief(value, text):
-    assert brief(value) == text
+    assert format_brief(value) == text
 
 
 def test_values_of_a_configuration():
