@@ -68,7 +68,7 @@ def test_generated_text_depends_only_on_the_seed():
         (
             lambda: mingpt_ddp.load(FORMAT_2, step=3),
             SnapshotError,
-            "there is no snapshot of step 3",
+            "there is no snapshot with step=3",
         ),
         (
             lambda: mingpt_ddp.load(FORMAT_2).generate("\u2603"),

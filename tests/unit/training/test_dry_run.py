@@ -283,7 +283,7 @@ class Sum(Plain):
         ),
         (LogitsOfTheLast, r"model\(tokens\) must return logits of shape \(2, 1, 5\), not \(2, 5\)"),
         (Losses, r"model\(tokens, targets\) must return the mean loss, a scalar, not \(8,\)"),
-        (Complex, "the model's phases cannot be saved: torch.complex64"),
+        (Complex, "the model's phases cannot be saved: its type is torch.complex64"),
         (lambda *_: "no module", "the model own must be an nn.Module, not str"),
     ],
 )
@@ -333,7 +333,10 @@ class ColonInName(PlainSGD):
             "the optimizer own would not resume exactly: its step depends on more than",
         ),
         (StateInGroup, "the optimizer own would not resume exactly: its step depends on more than"),
-        (StringState, "the optimizer's state 'phase' of scores.weight cannot be saved: str"),
+        (
+            StringState,
+            "the optimizer's state 'phase' of scores.weight cannot be saved: its type is str",
+        ),
         (
             SharedState,
             r"the optimizer's state\['all'\] cannot be saved: its key is not a parameter",
