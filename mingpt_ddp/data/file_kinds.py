@@ -23,8 +23,8 @@ from mingpt_ddp.errors import ConfigError, DataError
 
 HEAD_BYTES = 1 << 18  # number of bytes at the start of a text that decide its format
 ENCODED_BYTES = 1 << 13  # number of bytes of the head that are decoded to recognize UTF-16
-# A text is refused if at least this share of its characters, and this many, are unexpected control
-# characters.
+# A text is refused if unexpected control characters are at least this share of its bytes, and at
+# least this many.
 FLOOD_SHARE = 0.1
 FLOOD_MIN_COUNT = 16
 # Control characters that are unexpected in a text. Left out are those that texts do contain:
@@ -98,8 +98,8 @@ FORMATS = {
 WIDE_ENCODINGS = ("UTF-32LE", "UTF-32BE", "UTF-16LE", "UTF-16BE")  # with or without a BOM
 # Matches the text after the first object of an array: a comma, the end of the array, or a cut.
 AFTER_OBJECT = re.compile(r"\s*(,\s*(\{|$)|\]?\s*$)")
-# JSON whose error is this many characters from its end may only be cut off: an escape such as
-# \u0000 has six.
+# If the error in JSON is at most this many characters before its end, the JSON may just be cut off.
+# The longest item in which a cut is an error at its begin is an escape such as \u0000.
 LONGEST_LITERAL = 6
 ARRAY = re.compile(r"\[\s*(?=\{)")
 # The split that the name of a file or of a directory, in lower case, stands for.
@@ -166,7 +166,7 @@ def import_pyarrow(what: str) -> Any:
 
 
 def kind_of_file(path: Path) -> Kind:
-    """Recognize the format of a file by its suffix. If that is not known, by its first bytes."""
+    """Recognize the format of a file by its suffix, or by its first bytes if that is unknown."""
     suffix = PurePosixPath(re.sub(r"\.(gz|bz2|xz|zst)$", "", path.name)).suffix.lower()
     if suffix in SUFFIXES and path.stat().st_size:
         return SUFFIXES[suffix]

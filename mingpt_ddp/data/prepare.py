@@ -27,8 +27,8 @@ from mingpt_ddp.errors import DataError, UserError
 
 # Settings that reduce a data configuration to a single text.
 ONE_TEXT: dict[str, Any] = dict.fromkeys(("sources", "val_paths", "split_paths", "sha256"))
-# The longest tick of any file system's clock is two seconds, on FAT. A later write changes the time
-# of a file that is older.
+# The longest tick of any file system's clock is two seconds, on FAT. If a file is older than that,
+# any later write changes its time.
 SETTLED_NS = 2_000_000_000
 
 
@@ -152,7 +152,7 @@ def _texts_in_recorded_form(
 class Texts:
     """Texts that are encoded together, into one directory of the cache.
 
-    They are the text of `data.path`, or all texts of `data.sources`, and those of
+    They are the text of `data.path` or the texts of `data.sources`, and the texts of
     `data.split_paths`.
     """
 

@@ -58,7 +58,7 @@ class Text:
         source: Name of the text in log and error messages.
         split: The split that the whole text belongs to, or "" if the text is divided.
         files: The files that are read, or None if a user's reader does not say which. `look` leaves
-            out those of other formats.
+            out files of other formats.
         form: The format, as data.format. It is never auto once `look` has been called.
         sha256: SHA-256 of the text, once `measure` has been called.
         read_sha256: SHA-256 of the text that `pieces` has just read to its end. It differs from

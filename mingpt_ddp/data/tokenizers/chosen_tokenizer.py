@@ -68,7 +68,8 @@ def with_end(tokenizer: Tokenizer, config: DataConfig) -> Tokenizer:
     is_own = is_known and ended.vocab_size == tokenizer.vocab_size
     if config.format == "tokens" and not is_own:
         raise ConfigError(
-            "data.end_token=true: with data.format=tokens name a data.tokenizer that has "
-            f"{END_NAME} or </s>, as the tokens do, or leave data.end_token out"
+            "data.end_token=true needs a token that ends documents; with data.format=tokens name a "
+            f"data.tokenizer that has {END_NAME} or </s>, as the tokens do, or leave "
+            "data.end_token out"
         )
     return ended
