@@ -54,7 +54,7 @@ def test_a_limit_below_the_snapshot(log_lines):
 # Changes since the last attempt
 
 
-def test_a_resume_says_what_has_changed_and_how_many_steps_are_left(log_lines, cwd):
+def test_a_resume_logs_its_changes_and_the_number_of_steps_left(log_lines, cwd):
     """The table compares the run with its snapshot. Without a change there is no table."""
     shutil.rmtree("run")
     train(NAME, STEPS)
