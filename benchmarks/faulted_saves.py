@@ -50,7 +50,7 @@ LIMITS = {
     "INITIAL_BACKOFF_S": 0.05,
     "MAX_BACKOFF_S": 0.5,
 }
-LIMITS["PART"] = 5 * MIB  # the S3 minimum
+LIMITS["PART_BYTES"] = 5 * MIB  # the S3 minimum
 KINDS = {
     "503": {"fault": Fault.STATUS, "status": 503},
     "500": {"fault": Fault.STATUS, "status": 500},

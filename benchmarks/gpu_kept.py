@@ -43,7 +43,7 @@ class Kept:
         return self._found[name]["value"]
 
     def seconds(self, name: str) -> float:
-        """Return how long a measurement took."""
+        """Return the duration of a measurement in seconds."""
         return float(self._found[name]["seconds"])
 
     def put(self, name: str, value: Any, seconds: float) -> None:

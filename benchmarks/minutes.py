@@ -102,7 +102,7 @@ def measured(directory: Path, limit: float) -> Taken:
     fifths = [fmean(step_ms[len(step_ms) * i // 5 : len(step_ms) * (i + 1) // 5]) for i in range(5)]
     steps = int(60e3 * limit / fmean(step_ms[FIRST]))
     # The earlier number of steps may be larger than the run's. The run has no times for the steps
-    # beyond its end, so they are assumed to take as long as those of its last fifth.
+    # beyond its end, so they are assumed to take as long as the steps of its last fifth.
     missing = max(0, steps - len(step_ms))
     by_first_steps = (sum(step_ms[:steps]) + missing * fifths[-1]) / 60e3
     minutes = float(json.loads((directory / "result.json").read_text())["minutes"])

@@ -62,7 +62,7 @@ def comparison(seed: int, effect: float, settings: int, most: int) -> tuple[list
 
 
 def fixed_test(rng: np.random.Generator, effect: float, n: int, runs: int, settings: int) -> float:
-    """Return the share of simulated comparisons after n pairs that find any difference.
+    """Measure the share of simulated comparisons after n pairs that find any difference.
 
     Args:
         runs: Number of simulations.
@@ -77,7 +77,7 @@ def fixed_test(rng: np.random.Generator, effect: float, n: int, runs: int, setti
 
 
 def looked_at(rng: np.random.Generator, most: int, runs: int) -> float:
-    """Return how often repeated t-tests find a difference that is not there.
+    """Measure how often repeated t-tests find a difference that is not there.
 
     Each simulation looks at the t-test after every pair, from the third to the last one (`most`).
     """

@@ -4,7 +4,7 @@
     torchrun --nproc_per_node=2 examples/train.py
 
 Copy this file and change it. If you run the same command again, it resumes from the newest
-snapshot. The weights are then, bit for bit, those of a run that never stopped.
+snapshot. Its weights then equal, bit for bit, the weights of a run that never stopped.
 """
 
 from typing import Any

@@ -71,7 +71,7 @@ class RecordedRun:
     @functools.cached_property
     def _settings(self) -> dict[int, str]:
         """Digest of the settings by step, for the steps that have a record."""
-        settings = {step: record.settings for step, record in self.ledger.items()}
+        settings = {step: record.settings_digest for step, record in self.ledger.items()}
         return settings | {step: digest_settings(state) for step, state in self.states.items()}
 
     def has_start(self, words: list[str]) -> bool:

@@ -38,7 +38,7 @@ from mingpt_ddp.process.parent_watch import die_with_parent
 from mingpt_ddp.process.root_cause import ProcessExit, exit_with, failed, tell_caller
 from mingpt_ddp.process.signals import SignalHandler
 from mingpt_ddp.process.terminal import echo, escape_what_streams_cannot_encode
-from mingpt_ddp.storage.urls import check_text
+from mingpt_ddp.storage.urls import check_text_exists
 from mingpt_ddp.training.checked_job import checked_job
 from mingpt_ddp.training.run_job import SingleRun, run_job
 
@@ -168,7 +168,7 @@ def _check(job: Job) -> DistEnv:
     config = job.config
     check_machine(config)
     if job.place is None:  # in a sweep all jobs may be complete, and then they need no text
-        check_text(config)
+        check_text_exists(config)
     ignored = sorted(key for key in job.command_line_keys if key.startswith("sweep."))
     if ignored and job.place is None:
         log.warning("%s has no effect on a single run; add -m for a sweep", ", ".join(ignored))

@@ -26,7 +26,7 @@ class EncodedText:
         dtype: Type of a token on disk.
         tokens_sha256: SHA-256 of tokens.bin, or "" if the tokens are in token files.
         parts: For each split, the number of tokens from each source. Empty if the whole text was
-            encoded at once; the configuration then splits it by position.
+            encoded at once. The configuration then splits it by position.
         form: The format in which the source was read, as data.format. It is never auto.
         notes: Lines for the log, which say how each text was read.
         files: The token files that hold the tokens of these parts. Empty if tokens.bin holds them.

@@ -13,8 +13,8 @@ from mingpt_ddp.data.digests import digest_of, status_of
 from mingpt_ddp.data.file_kinds import is_hidden
 from mingpt_ddp.storage.storage import read_regular
 
-# Fields of a file's metadata that change with its content: those of HTTP, of S3 and Azure, of
-# Google Cloud Storage and of Hugging Face.
+# Fields of a file's metadata that change with its content. They are used by HTTP, by S3 and Azure,
+# by Google Cloud Storage, and by Hugging Face.
 VERSION_FIELDS = ("ETag", "etag", "md5Hash", "blob_id")
 DOWNLOADS = "downloads"  # name of the cache's directory for downloads
 KEPT_NAME_CHARS = 100  # a download's name keeps this many characters from the end of the original
@@ -112,7 +112,7 @@ def _target(url: str, name: str, version: Any, cache: Path) -> Path:
 
 
 def _version_of(url: str) -> Any:
-    """Look up JSON values that change with the content at a URL. Return None if it has none."""
+    """Look up JSON values that change with the content at a URL. Return None if there are none."""
     try:
         fs, name, is_local = open_filesystem(url)
         if is_local:

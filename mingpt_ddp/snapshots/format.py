@@ -10,9 +10,9 @@ A snapshot is a directory, for example `step_00001000`, with these files:
     manifest.json          size and SHA-256 of the other files, and its own SHA-256; written last
 
 If several ranks write, each rank writes some of the files. A large snapshot is split over several
-files, such as model-00001-of-00002.safetensors. These shards hold whole tensors, or pieces of
-tensors with some of their rows (tensor_index.py). Without a valid manifest, the snapshot does not
-exist.
+files, such as model-00001-of-00002.safetensors. Such a shard holds whole tensors, or pieces of
+tensors. A piece is some consecutive rows of a tensor (tensor_index.py). Without a valid manifest,
+the snapshot does not exist.
 
 Nothing in a snapshot can run code: tensors are stored as safetensors, everything else as JSON.
 Untrusted snapshots are safe to read, because names are validated and the size of each file is known
@@ -41,11 +41,13 @@ Files: TypeAlias = dict[str, dict[str, Any]]
 FORMAT = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
-KINDS = ("model", "optimizer")
-WEIGHT_KINDS = (*KINDS, "ema")  # ema is present only if trainer.ema is set
+# Every file belongs to a kind, which is the first word of its name. Tensors have the kind of their
+# file.
+REQUIRED_KINDS = ("model", "optimizer")
+WEIGHT_KINDS = (*REQUIRED_KINDS, "ema")  # ema is present only if trainer.ema is set
 HOOKS = "hooks"
 TENSOR_KINDS = (*WEIGHT_KINDS, HOOKS)  # hooks is present only if a hook has state
-OUR_KINDS = (*TENSOR_KINDS, "state", "manifest")
+FILE_KINDS = (*TENSOR_KINDS, "state", "manifest")
 MODEL = "model.safetensors"
 MAX_STATE_BYTES = 1 << 24  # enough for a vocabulary of all Unicode characters
 MAX_MANIFEST_BYTES = 1 << 22  # enough for 10,000 shards
@@ -74,13 +76,13 @@ class Snapshot:
     state: dict[str, Any]
     ema: dict[str, Tensor] = field(default_factory=dict)  # named as in `model`
     hooks: dict[str, Tensor] = field(default_factory=dict)  # named by `pack_state`
-    # If the tensors have not been read: the URL of the snapshots and the position of each tensor
-    # in their files (see tensor_index.py).
+    # Where to find the tensors if they have not been read: the URL of the snapshots, and the
+    # position of each tensor in their files (see tensor_index.py). None if they have been read.
     index: Any = None
 
 
 def directory_name(step: int) -> str:
-    """Name the directory of the snapshot of a step."""
+    """Return the name of the directory that holds the snapshot of a step."""
     return f"step_{step:08d}"
 
 
@@ -90,13 +92,18 @@ def path_of(step: int, name: str) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step of a snapshot directory by its name, or None for any other name."""
+    """Parse the step from the name of a snapshot directory. Return None for any other name."""
     match = re.fullmatch(r"step_([0-9]{8,18})", name)
     return int(match[1]) if match and directory_name(int(match[1])) == name else None
 
 
 def shard_name(kind: str, shard: int, shards: int) -> str:
-    """Name the file of one shard. `shard` counts from 0, the number in the file name from 1."""
+    """Return the name of the file that holds one shard.
+
+    Args:
+        shard: Number of the shard, counted from 0. In the file name, shards are counted from 1.
+        shards: Number of all shards of this kind.
+    """
     if shards == 1:
         return f"{kind}.safetensors"
     return f"{kind}-{shard + 1:05d}-of-{shards:05d}.safetensors"
@@ -116,13 +123,13 @@ def encode_manifest(step: int, files: Files, **added: Any) -> bytes:
     """Encode a manifest.
 
     Args:
-        added: Fields that this version does not know, as a later version might add them.
+        added: Fields to add, as a later version may do. This version itself never adds any.
     """
     return _with_digest({"format": FORMAT, "step": step, "files": files, **added})
 
 
 def _with_digest(values: dict[str, Any]) -> bytes:
-    """Encode values, with their SHA-256 as the last field. It detects any flipped bit."""
+    """Encode values, with their SHA-256 as the last field, which reveals any flipped bit."""
     digest = hashlib.sha256(encode_json(values)).hexdigest()
     return encode_json({**values, "sha256": digest})
 
@@ -131,7 +138,7 @@ def decode_manifest(content: bytes, step: int) -> Files:
     """Decode the manifest of a step. Return the files that it lists.
 
     Raises:
-        CorruptSnapshotError: The manifest is not, byte for byte, what `encode_manifest` writes.
+        CorruptSnapshotError: The manifest differs from the bytes that `encode_manifest` writes.
         SnapshotError: Another version of this package wrote the manifest, in another format.
     """
     try:
@@ -146,7 +153,7 @@ def decode_manifest(content: bytes, step: int) -> Files:
         if valid and values["format"] > FORMAT:
             raise SnapshotError(
                 f"the snapshot of step {step} was written by a newer version, in format "
-                f"{values['format']}; upgrade"
+                f"{values['format']}; upgrade mingpt_ddp"
             )
         valid &= values["format"] == FORMAT and values["step"] == step
         files = values["files"]
@@ -163,10 +170,10 @@ def _is_entry(file: Any) -> bool:
 
 
 def _has_our_files(files: Files) -> bool:
-    """Return True if a manifest lists all files of this format, and no invalid file name."""
+    """Return True if a manifest lists all required files, and only valid file names."""
     present = [kind_of(name) for name in files]
-    shards = max(1, present.count(KINDS[0]))
-    kinds = WEIGHT_KINDS if "ema" in present else KINDS
+    shards = max(1, present.count(REQUIRED_KINDS[0]))
+    kinds = WEIGHT_KINDS if "ema" in present else REQUIRED_KINDS
     ours = {STATE}
     if HOOKS in present:
         ours.add(shard_name(HOOKS, 0, 1))
@@ -177,7 +184,7 @@ def _has_our_files(files: Files) -> bool:
     # Later versions may add files. Their names may not contain path separators or collide with
     # the names of our files.
     for name in files.keys() - ours:
-        if kind_of(name) in OUR_KINDS or not re.fullmatch(r"[a-z0-9_]+\.[a-z]+", name):
+        if kind_of(name) in FILE_KINDS or not re.fullmatch(r"[a-z0-9_]+\.[a-z]+", name):
             return False
     return True
 

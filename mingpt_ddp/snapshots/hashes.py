@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from mingpt_ddp.snapshots.format import KINDS, TENSOR_KINDS, Snapshot
+from mingpt_ddp.snapshots.format import REQUIRED_KINDS, TENSOR_KINDS, Snapshot
 from mingpt_ddp.snapshots.staging_buffer import DTYPES
 
 HashByKind = dict[str, str]  # kind of tensors -> SHA-256
@@ -42,7 +42,9 @@ def describe_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def hash_lines(lines_by_rank: Iterable[Mapping[str, list[str]]]) -> HashByKind:
-    """Hash the tensors of each kind: the SHA-256 of their lines in alphabetical order.
+    """Compute one hash for each kind of tensors, from the lines that describe the tensors.
+
+    The hash is the SHA-256 of the lines of all ranks, in alphabetical order.
 
     Args:
         lines_by_rank: For each rank, the lines that `describe_tensors` returned, by kind.
@@ -63,6 +65,6 @@ def hash_snapshot(snapshot: Snapshot) -> HashByKind:
     described = {}
     for kind in TENSOR_KINDS:
         tensors = getattr(snapshot, kind)
-        if tensors or kind in KINDS:
+        if tensors or kind in REQUIRED_KINDS:
             described[kind] = describe_tensors(tensors)
     return hash_lines([described])

@@ -2,8 +2,8 @@
 
 The state of a hook is a flat dictionary of tensors, numbers and text. A snapshot stores each tensor
 under the name `["<hook>", "<key>"]`, a JSON list. It stores the numbers and texts of a hook as one
-JSON object, encoded as a tensor of bytes under the name `["<hook>"]`. A null in this object stands
-for a tensor.
+JSON object, encoded as a tensor of bytes under the name `["<hook>"]`. If the value of a key is a
+tensor, the object has null under this key.
 """
 
 import hashlib
@@ -33,7 +33,10 @@ def pack_state(name: str, state: Any) -> dict[str, Tensor]:
     plain: dict[str, Any] = {}
     for key, value in state.items():
         if type(key) is not str:
-            raise CodeError(f"state_dict() cannot be saved: a key is {type(key).__name__}, not str")
+            raise CodeError(
+                f"state_dict() cannot be saved: a key has type {type(key).__name__}; use only text "
+                "as keys"
+            )
         plain[key] = None
         if isinstance(value, Tensor) and value.dtype in DTYPES and _is_dense(value):
             tensors[json.dumps([name, key])] = value
@@ -86,7 +89,7 @@ def unpack_states(tensors: Mapping[str, Tensor], device: torch.device) -> dict[s
                 states[hook][key] = tensors[name].to(device, copy=True)
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise SnapshotError(
-            f"the snapshot has an invalid state of hooks: {error!r:.200}"
+            f"the state of the hooks in the snapshot is invalid: {error!r:.200}"
         ) from error
     return states
 
@@ -97,7 +100,9 @@ def _plain_values(tensor: Tensor) -> Any:
 
 
 def describe_states(tensors: Mapping[str, Tensor], lines: Sequence[str]) -> dict[str, str]:
-    """Hash each value in the states of the hooks. The keys are JSON lists `["<hook>", "<key>"]`.
+    """Hash each value in the states of the hooks.
+
+    Return the hashes by the name of the value, which is the JSON list `["<hook>", "<key>"]`.
 
     Args:
         tensors: The tensors that `pack_state` returned, on the CPU.
@@ -115,7 +120,7 @@ def describe_states(tensors: Mapping[str, Tensor], lines: Sequence[str]) -> dict
     return described
 
 
-def refuse_other_states(step: int, by_rank: Sequence[Mapping[str, str]]) -> None:
+def refuse_differing_states(step: int, by_rank: Sequence[Mapping[str, str]]) -> None:
     """Refuse a state of a hook that differs between the ranks.
 
     Args:

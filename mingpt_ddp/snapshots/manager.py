@@ -28,7 +28,7 @@ from mingpt_ddp.errors import (
 )
 from mingpt_ddp.snapshots.format import (
     HOOKS,
-    KINDS,
+    REQUIRED_KINDS,
     STATE,
     TENSOR_KINDS,
     WEIGHT_KINDS,
@@ -50,8 +50,8 @@ Check = Callable[[int, Any], None]
 
 # With these errors, the storage stays unusable until someone repairs it.
 LASTING_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
-# If the last save took less than this, training waits for the save in progress when the next one
-# is due. Waiting for a slower save would stall training.
+# The next save may be due while a save is still in progress. Training then waits for the save in
+# progress, if the last save took less than this. Waiting for a slower save would stall training.
 QUICK_SAVE_S = 1.0
 
 
@@ -79,7 +79,7 @@ class SnapshotManager:
         self.config = config
         self.runtime = runtime
         self.store = store
-        self._kinds = (*KINDS, HOOKS) if config.trainer.ema is None else TENSOR_KINDS
+        self._kinds = (*REQUIRED_KINDS, HOOKS) if config.trainer.ema is None else TENSOR_KINDS
         self.last_step: int | None = None  # step of the newest committed snapshot
         # Seconds from the start of the last save until its snapshot was committed.
         self.durable_s: float | None = None
@@ -210,9 +210,9 @@ class SnapshotManager:
 
     @property
     def quick_deadline(self) -> float:
-        """The time.monotonic() until which to wait for the save in progress if another one is due.
+        """The time.monotonic() at which to stop waiting for the save in progress.
 
-        It is 0.0 if training should not wait.
+        Training waits until this time if the next save is due already. 0.0 means: do not wait.
         """
         if self._save is None or (self.durable_s or 0.0) >= QUICK_SAVE_S:
             return 0.0

@@ -95,19 +95,22 @@ def check_savable(
             the same rows of their optimizer state.
 
     Raises:
-        CodeError: A snapshot cannot hold an entry of the state, or the optimizer keeps other state
-            than it has declared with @declare_state.
+        CodeError: A snapshot cannot hold an entry of the state, or the state of the
+            optimizer differs from the state that it has declared with @declare_state.
     """
     for name, value in model.state_dict().items():
         if not _is_savable_tensor(value):
             raise CodeError(
-                f"the model's {name} cannot be saved: {_type_of(value)}; use a tensor of a "
-                "standard type"
+                f"the model's {name} cannot be saved: its type is {_type_of(value)}; use a "
+                "tensor of a standard type"
             )
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         if any(parameter not in names for parameter in group["params"]):
-            raise CodeError("the optimizer has a parameter that is not in the model")
+            raise CodeError(
+                "the optimizer has a parameter that is not in the model; build the optimizer from "
+                "the parameters of the model"
+            )
     declared = declared_state(optimizer)
     for parameter, state in optimizer.state.items():
         if parameter not in names:
@@ -121,8 +124,8 @@ def check_savable(
             is_name = isinstance(key, str) and ":" not in key
             if not is_name or not (is_number or _is_savable_tensor(value)):
                 raise CodeError(
-                    f"{what} cannot be saved: {_type_of(value)}; a snapshot holds tensors, numbers "
-                    "and null, under names without a colon"
+                    f"{what} cannot be saved: its type is {_type_of(value)}; a snapshot holds "
+                    "tensors, numbers and None, under names without a colon"
                 )
             is_per_element = isinstance(value, Tensor) and value.dim() > 0
             if by_rows and is_per_element and value.shape != parameter.shape:
@@ -190,16 +193,17 @@ def load_optimizer_state(
 
 
 def _difference(state: State, declared: State) -> str:
-    """Describe how the state of a parameter differs from the declared state, in its first entry.
+    """Describe how the state of a parameter differs from the declared state.
 
-    Return "" if it does not differ, or if there is no state because the parameter has never had a
-    gradient. The description completes a message "the optimizer's state of <parameter> ...".
+    If several entries differ, describe only the first. Return "" if the state does not differ, or
+    if there is no state because the parameter has never had a gradient. The description completes a
+    message "the optimizer's state of <parameter> ...".
     """
     if not state:
         return ""
     if state.keys() != declared.keys():
         names = ", ".join(sorted(declared))
-        return f"does not consist of {names}" if declared else "is not empty"
+        return f"does not have exactly the entries {names}" if declared else "is not empty"
     for key, value in state.items():
         found, expected = _shape_and_type(value), _shape_and_type(declared[key])
         if found != expected:

@@ -84,8 +84,8 @@ class StoreReader:
         """Read the manifest and check the size of each file. Every reader starts here.
 
         Args:
-            kinds: Return only the state and the files of these kinds of tensors. None returns all
-                files. ("model",) alone returns the averaged weights, if the snapshot has them.
+            kinds: Return only state.json and the files with these kinds of tensors. None returns
+                all files. ("model",) alone returns the averaged weights, if the snapshot has them.
 
         Raises:
             IncompleteSnapshotError: There is no manifest.
@@ -108,7 +108,9 @@ class StoreReader:
                     raise CorruptSnapshotError(f"{name} is missing or has the wrong size")
         return files
 
-    def read_metadata(self, step: int, kinds: Sequence[str] = layout.KINDS) -> tuple[Files, Any]:
+    def read_metadata(
+        self, step: int, kinds: Sequence[str] = layout.REQUIRED_KINDS
+    ) -> tuple[Files, Any]:
         """Read the manifest and the state. Do not read the tensor files, only check their sizes.
 
         This raises the same exceptions as `files`.
@@ -120,7 +122,9 @@ class StoreReader:
             raise CorruptSnapshotError(f"{layout.STATE} cannot be parsed") from error
         return files, state
 
-    def read(self, step: int, kinds: Sequence[str] = layout.KINDS, whole: bool = True) -> Snapshot:
+    def read(
+        self, step: int, kinds: Sequence[str] = layout.REQUIRED_KINDS, whole: bool = True
+    ) -> Snapshot:
         """Read a snapshot and check every byte that is read against the manifest.
 
         Args:
@@ -202,7 +206,7 @@ class StoreReader:
         return None
 
     def read_latest(
-        self, kinds: Sequence[str] = layout.KINDS, whole: bool = True
+        self, kinds: Sequence[str] = layout.REQUIRED_KINDS, whole: bool = True
     ) -> Snapshot | None:
         """Read the newest undamaged snapshot. Log each newer snapshot that is skipped.
 
@@ -315,7 +319,7 @@ class StoreReader:
 
 
 def _select_kinds(files: Files, kinds: Sequence[str] | None) -> Files:
-    """Select the state and the files of these kinds of tensors, as `StoreReader.files` does."""
+    """Select state.json and the files with these kinds of tensors, for `StoreReader.files`."""
     if kinds is None:
         return files
     present = {layout.kind_of(name) for name in files}

@@ -146,16 +146,16 @@ def make_index(headers: Mapping[str, Header]) -> Index:
                 pieces[match[1]].append(TensorPiece(int(match[2]), int(match[3]), entry, file))
     index = {}
     for name, tensor_pieces in pieces.items():
-        # A whole tensor has one entry, under its own name.
+        # A tensor that is stored whole, under its own name, has nothing to check.
         if name not in seen or len(tensor_pieces) > 1:
             tensor_pieces.sort(key=lambda piece: piece.first_row)
             _check_pieces(name, tensor_pieces)
-        like = tensor_pieces[0]
-        shape = like.entry.shape
+        first_piece = tensor_pieces[0]
+        shape = first_piece.entry.shape
         if shape:
-            shape = [like.total_rows, *shape[1:]]
+            shape = [first_piece.total_rows, *shape[1:]]
         locations = [[piece.entry.rows, piece.file, piece.entry.offset] for piece in tensor_pieces]
-        index[name] = [like.entry.dtype, shape, locations]
+        index[name] = [first_piece.entry.dtype, shape, locations]
     return index
 
 
@@ -168,31 +168,33 @@ def _check_pieces(name: str, pieces: Sequence[TensorPiece]) -> None:
     Raises:
         ValueError: Pieces overlap, are missing or do not fit each other.
     """
-    like = pieces[0]
+    first_piece = pieces[0]
     done = 0  # number of rows in the pieces checked so far
     for piece in pieces:
         shape = piece.entry.shape
         fits = (
             piece.first_row == done
-            and piece.total_rows == like.total_rows
-            and piece.entry.dtype == like.entry.dtype
+            and piece.total_rows == first_piece.total_rows
+            and piece.entry.dtype == first_piece.entry.dtype
             and shape  # not a scalar
             and shape[0] >= 1
-            and shape[1:] == like.entry.shape[1:]
+            and shape[1:] == first_piece.entry.shape[1:]
         )
         if not fits:
             raise ValueError(f"the pieces of {name[:100]} do not fit each other at row {done}")
         done += shape[0]
-    if done != like.total_rows:
-        raise ValueError(f"the pieces of {name[:100]} have only {done} of {like.total_rows} rows")
+    if done != first_piece.total_rows:
+        raise ValueError(
+            f"the pieces of {name[:100]} have only {done} of {first_piece.total_rows} rows"
+        )
 
 
 def read_rows(
     chunks: ReadChunks, entry: list[Any], first: int = 0, end: int | None = None
 ) -> Tensor:
-    """Read the rows of a tensor from `first` to before `end`. By default, read all rows.
+    """Read rows of a tensor: row `first` and the following ones before row `end`.
 
-    This takes no more memory than the rows that are read.
+    By default, read all rows. Reading takes no more memory than the rows that are read.
 
     Args:
         chunks: Reads a part of a file.

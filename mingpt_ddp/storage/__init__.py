@@ -1,1 +1,1 @@
-"""Files by name on any fsspec URL, atomic writes, deadlines; the run directory."""
+"""Read and write files on disks and in object stores, lock them, and manage the run directory."""

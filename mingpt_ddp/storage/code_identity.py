@@ -38,7 +38,7 @@ from mingpt_ddp.storage.storage import read_regular
 
 PATCH = "code.patch"
 MAX_CODE_BYTES = 1 << 24  # size limit of a Python file
-TOO_LARGE = f"more than {MAX_PATCH_BYTES:,} bytes, not kept"
+TOO_LARGE = f"uncommitted changes of more than {MAX_PATCH_BYTES:,} bytes, which were not kept"
 COMMIT = re.compile("^([0-9a-f]{12})[0-9a-f]{28,52}")  # the hash is SHA-1 or SHA-256
 GIT_TIMEOUT_S = 5.0  # time limit in seconds for all git commands in a checkout together
 READ_TIMEOUT_S = 60.0  # time limit in seconds for reading the code
@@ -75,7 +75,7 @@ class Code:
     patch: bytes
 
     def record_in(self, directory: Path, before: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the record of a run that this code trains from now on.
+        """Return the record of the code for a run that this code trains from now on.
 
         Args:
             directory: The run directory. If it has the patch of an earlier start with other
@@ -135,7 +135,8 @@ def read_code(
 
     Args:
         files: The SHA-256 of the user's files, by path.
-        folders: The folders that hold these files. By default, they follow from the paths.
+        folders: The folders that hold these files. By default, the parent directories of
+            `files`.
         package: The directory of the package in another checkout. By default, the package of this
             process.
     """
@@ -227,7 +228,7 @@ def package_version(code: Mapping[str, Any]) -> str:
 
 
 def changed_files(code: Mapping[str, Any], now: Mapping[str, str] | None = None) -> list[str]:
-    """List the user's files in an untrusted record whose content has changed since.
+    """List the user's files in an untrusted record whose content has changed since it was recorded.
 
     If this process has loaded a file, its content at that time counts. Any other file is hashed,
     but not imported. A file that is missing has changed.
@@ -239,8 +240,8 @@ def changed_files(code: Mapping[str, Any], now: Mapping[str, str] | None = None)
     """
     same = {*(now or {}).values()}
     files = code.get("files", {})
-    # If the working directory is another one now, the recorded paths lead nowhere. Then look for a
-    # file at its place relative to a file that is loaded.
+    # The recorded paths are relative to the working directory, which may be a different one now. If
+    # one of the recorded files is loaded, also look for the others at their places relative to it.
     folders = {
         (os.path.dirname(name), path.parent)
         for name, sha256 in files.items()
@@ -295,7 +296,7 @@ def _sha256(content: bytes) -> str:
 
 
 def _sha256_now(name: str) -> str | None:
-    """Return the SHA-256 of a Python file: of the loaded content, or of the file if not loaded.
+    """Return the SHA-256 of a Python file: of the loaded content, if this process has loaded it.
 
     Return None if the file is not a Python file, or cannot be read.
     """
@@ -351,12 +352,12 @@ class Checkout:
     why_no_patch: str | None = None  # the reason if there are changes, but the patch is not kept
 
 
-def read_checkout(root: Path, called: str) -> Checkout:
+def read_checkout(root: Path, name: str) -> Checkout:
     """Ask git for the commit of a checkout, and for the uncommitted changes of its tracked files.
 
     Args:
         root: The root of the checkout.
-        called: Name of the checkout in the patch.
+        name: Name of the checkout in the patch.
 
     Raises:
         OSError, SubprocessError: git is missing or fails, the checkout belongs to another user, or
@@ -369,17 +370,18 @@ def read_checkout(root: Path, called: str) -> Checkout:
     try:
         patch = git(root, deadline, *no_filters(root, deadline), *DIFF_COMMAND)
     except subprocess.TimeoutExpired:
-        return Checkout(commit, why_no_patch=f"git took more than {GIT_TIMEOUT_S:g} s, not kept")
+        why = f"uncommitted changes unknown: git took more than {GIT_TIMEOUT_S:g} s"
+        return Checkout(commit, why_no_patch=why)
     if not patch:
         return Checkout(commit)
     if len(patch) > MAX_PATCH_BYTES:
         return Checkout(f"{commit}-dirty", why_no_patch=TOO_LARGE)
-    title = f"# {called!a}, changes since {commit}\n"
+    title = f"# {name!a}, changes since {commit}\n"
     return Checkout(f"{commit}-dirty", title.encode() + _without_secrets(patch))
 
 
 def _without_secrets(patch: bytes) -> bytes:
-    """Leave out the files of a patch that may hold secrets, by their names, and binary files.
+    """Remove binary files from a patch, and files whose names suggest that they hold secrets.
 
     git can still apply the patch.
     """

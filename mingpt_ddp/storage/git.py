@@ -22,8 +22,8 @@ OPTIONS = (
 # With these variables, git does not ask for a password or fetch anything. EMPTY is used by
 # `no_filters`.
 ENVIRONMENT = {"GIT_TERMINAL_PROMPT": "0", "GIT_ALLOW_PROTOCOL": "none", "EMPTY": ""}
-# Held while git starts, so that this process does not fork at the same time. A process forked then
-# would inherit the pipe to git, and reading the output of git would not end before that process.
+# Held while git starts, so that this process does not fork at the same time. A forked process would
+# inherit the pipe to git, and reading the output of git would not end before that process ends.
 STARTING = threading.Lock()
 os.register_at_fork(
     before=STARTING.acquire, after_in_parent=STARTING.release, after_in_child=STARTING.release

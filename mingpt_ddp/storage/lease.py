@@ -50,8 +50,8 @@ class Lease:
         self.storage = storage
         self.id = uuid.uuid4().hex
         self._heartbeats_sent = 0
-        # The record that the owner from whom this process took the lease would write next. It may
-        # still arrive: see `check`.
+        # The next record that the owner before this process would write, if there was one. It may
+        # still arrive although that owner has lost the lease: see `check`.
         self._late_record: dict[str, Any] | None = None
         # Description of the process that has taken over the lease, once one has.
         self._new_owner: str | None = None

@@ -12,7 +12,8 @@ from mingpt_ddp.storage.storage import open_regular
 from mingpt_ddp.storage.yaml_and_json import check_size
 
 MAX_LINE_BYTES = 1 << 22
-# A file may not have more lines than its size limit divided by this. A run writes longer lines.
+# `read_lines` allows at most as many lines as if all had this length and the file had its largest
+# size. The lines that a run writes are longer, so it never writes too many.
 MIN_LINE_BYTES = 24
 
 

@@ -13,7 +13,7 @@ UNQUOTED = r"[\w./:+-]*[/.][\w./:+-]*[a-zA-Z]"  # a path or URL that Hydra reads
 
 
 def confirming_words(directory: Path, recorded: dict[str, Any]) -> list[str]:
-    """Return the overrides by which a user of the again command confirms untrusted values.
+    """Return the words that a user must add to the `again` command to confirm untrusted values.
 
     Args:
         recorded: The configuration of the run by dotted key.

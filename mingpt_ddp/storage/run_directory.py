@@ -24,9 +24,9 @@ RESULT = "result.json"
 SCRIPT = "script.py"  # copy of a user's script whose own loop trains the run
 SCRIPT_RECORD = "script.json"  # file name of the script, and the words of its command line
 MAIN_LOOP = "mingpt_ddp's main.py"  # name of the package's own loop in error messages
-# A difference in these keys does not count as a change of the configuration: one start may record
-# null, and another start the name itself.
-DIRECTORY_KEYS = ("run.name",)
+# One start may record null as the name of the run, and another start the name itself. That is not
+# a change of the configuration.
+KEYS_NOT_COMPARED = ("run.name",)
 # Files in the directory of a sweep: its settings, and the jobs that have failed.
 SWEEP = "sweep.json"
 FAILURES = "failures.jsonl"
@@ -222,7 +222,7 @@ class RunDirectory:
         previous = recorded_config(self.path)
         if previous is None:
             _write(self.path / "config.yaml", encoded)
-        elif difference(previous, config, DIRECTORY_KEYS):
+        elif difference(previous, config, KEYS_NOT_COMPARED):
             number = max([1, *_config_numbers(self.path)]) + 1
             _write(self.path / f"config.{number}.yaml", encoded)
 
@@ -261,7 +261,7 @@ def check_record(config: dict[str, Any], hydra_files: Mapping[str, str]) -> None
 
 
 def script_files(script: Path, words: Iterable[str]) -> dict[str, bytes]:
-    """Return the files that record the script whose own loop trains a run: their content by name.
+    """Return the contents of the files that record a script with its own loop, by file name.
 
     Args:
         script: Path of the script. In an interactive session there is no such file, so only its

@@ -15,7 +15,7 @@ from typing import IO, Any
 from fsspec.core import split_protocol
 
 Content = bytes | bytearray | memoryview
-CHUNK = 1 << 23  # bytes of a local file that `chunks` has in memory at a time
+CHUNK_BYTES = 1 << 23  # size of the chunks in which a local file is read
 
 
 class Storage:
@@ -73,8 +73,8 @@ class Storage:
         """
         with open_regular(Path(self._path(name))) as file:
             file.seek(start)
-            for done in range(0, size, CHUNK):
-                yield file.read(min(CHUNK, size - done))
+            for done in range(0, size, CHUNK_BYTES):
+                yield file.read(min(CHUNK_BYTES, size - done))
 
     def write(self, name: str, content: Content) -> None:
         """Write a file atomically. On a local disk, it is durable when this method returns.

@@ -102,7 +102,7 @@ def _find(label: str, directory: str, failures: dict[str, JobFailure]) -> JobFai
 
 
 def _apply(record: dict[str, Any], failures: dict[str, JobFailure]) -> None:
-    """Update the failures by a record of failures.jsonl.
+    """Update the failures with a record from failures.jsonl.
 
     A record with a reason is one more failure of its job. A record without a reason is a success,
     which deletes the failures of the job.

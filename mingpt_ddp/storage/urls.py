@@ -19,7 +19,7 @@ from mingpt_ddp.storage.storage import Storage
 
 # Protocols that need their own class. All others use RemoteStorage.
 STORAGE_CLASSES: dict[str, type[RemoteStorage]] = {"s3": S3Storage, "s3a": S3Storage}
-# How to install the library for a protocol. For other protocols, fsspec says it.
+# How to install the library for a protocol. For other protocols, the error of fsspec names it.
 INSTALL_ADVICE = dict.fromkeys(("s3", "s3a"), "pip install 'mingpt_ddp[s3]'")
 READ_ONLY_PROTOCOLS = ("http", "https")
 ADVICE = "use a directory or an object store"
@@ -52,7 +52,9 @@ def check_can_open(key: str, url: str, writable: bool = False) -> None:
                 with suppress(StorageUnavailableError):  # will be reported when the URL is used
                     open_storage(url, key)
         except ValueError as error:
-            raise ConfigError(f"{key}={url}: no such protocol as {protocol}://") from error
+            raise ConfigError(
+                f"{key}={url}: the protocol {protocol}:// is unknown; check its spelling"
+            ) from error
         except ImportError as error:
             # The message of fsspec names the package that the protocol needs.
             advice = INSTALL_ADVICE.get(protocol, str(error))
@@ -75,7 +77,7 @@ def check_urls(config: Config) -> None:
         check_can_open("run.init_from", config.run.init_from)
 
 
-def check_text(config: Config) -> None:
+def check_text_exists(config: Config) -> None:
     """Check that the text of data.path exists, if it is a local file.
 
     This is a quick check before torch is imported. URLs, built-in texts, glob patterns and a user's

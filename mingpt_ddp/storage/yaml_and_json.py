@@ -17,8 +17,8 @@ from mingpt_ddp.errors import RunError
 from mingpt_ddp.storage.storage import read_regular
 
 MAX_YAML_BYTES = 1 << 22
-# An event is a value, or the start or end of a list or mapping. Parsing so many takes a second. An
-# entry of data.sources has four.
+# An event is a value, or the start or end of a list or mapping. Parsing this many events takes a
+# second. For comparison: each entry of data.sources has four events.
 MAX_YAML_EVENTS = 100_000
 MAX_YAML_DEPTH = 50  # levels of lists and mappings
 MAX_JSON_BYTES = 1 << 24
@@ -32,8 +32,9 @@ def load_yaml(text: str | bytes) -> Any:
     """Parse one untrusted YAML document.
 
     Raises:
-        ValueError: The text is not YAML, exceeds a limit, is nested too deeply, or has tags that
-            name Python objects, aliases (a few can expand to gigabytes) or very long numbers.
+        ValueError: The text is not YAML, exceeds a limit or is nested too deeply. Tags that name
+            Python objects, very long numbers and aliases are refused too. A few aliases can expand
+            to gigabytes.
     """
     size = len(text.encode() if isinstance(text, str) else text)
     if size > MAX_YAML_BYTES:
@@ -62,8 +63,8 @@ def _check_events(text: str | bytes) -> None:
             raise ValueError("it has aliases or is nested too deeply")
         if count > MAX_YAML_EVENTS:
             raise ValueError(
-                f"it has more than {MAX_YAML_EVENTS:,} values, and starts and ends of lists or "
-                "mappings"
+                f"it is too long: its values, and the starts and ends of its lists and mappings, "
+                f"are more than {MAX_YAML_EVENTS:,}"
             )
         if not isinstance(event, yaml.ScalarEvent) or not event.implicit[0]:
             continue  # a quoted text is not a number

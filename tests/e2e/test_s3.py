@@ -32,7 +32,7 @@ def limits(monkeypatch):
     monkeypatch.setattr(remote, "MIN_BANDWIDTH", 32 * MIB)
     monkeypatch.setattr(remote, "INITIAL_BACKOFF_S", 0.05)
     monkeypatch.setattr(remote, "MAX_BACKOFF_S", 0.5)
-    monkeypatch.setattr(remote, "PART", 5 * MIB)  # servers do not accept smaller parts
+    monkeypatch.setattr(remote, "PART_BYTES", 5 * MIB)  # servers do not accept smaller parts
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_a_large_file_in_parts(url, proxy, seaweed, bucket, monkeypatch):
     assert storage.size("file") == len(LARGE)
     assert storage.read("file") == LARGE
     assert storage.read("file", limit=6 * MIB) == LARGE[: 6 * MIB]
-    monkeypatch.setattr(remote, "PARALLEL", 1)
+    monkeypatch.setattr(remote, "CONCURRENT_PARTS", 1)
     chunks = list(storage.chunks("file", len(LARGE)))
     assert [len(chunk) for chunk in chunks] == [5 * MIB, 5 * MIB, 2 * MIB]
     assert b"".join(chunks) == LARGE

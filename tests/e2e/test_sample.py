@@ -114,7 +114,7 @@ def test_a_prompt_is_taken_literally(trained):
         (["outputs/a", "x"], "config error: x does not have the form key=value"),
         (
             ["outputs/a", "step=5"],
-            "snapshot error: there is no snapshot of step 5 at outputs/a; the newest is",
+            "snapshot error: there is no snapshot with step=5 at outputs/a; the newest one is",
         ),
     ],
 )

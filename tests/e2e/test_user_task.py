@@ -114,7 +114,9 @@ def test_other_commands_use_the_run(trained, project, tmp_path):
     text = error_line(fail(tool("evaluate", str(trained)), project))
     assert "name the Python file that registers it, if you trust it, as in code=my_project" in text
     text = fail(tool("sample", str(trained), "code=my_task/mine.py"), project)
-    expected = "its task is not a language model; measure it with python -m mingpt_ddp evaluate"
+    expected = (
+        "the snapshot's task is not a language model; measure it with python -m mingpt_ddp evaluate"
+    )
     assert error_line(text, "snapshot error: ").endswith(expected)
     assert STEPS in verified_steps(trained, project)
     succeed(tool("snapshots", "export", str(trained), f"to={tmp_path}/export"), project)

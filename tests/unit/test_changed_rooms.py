@@ -1,4 +1,4 @@
-"""Which unit tests `make check` runs for changed files: by the script, in a project of its own."""
+"""The script that selects the unit tests of `make check` for changed files, in a small project."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "changed_rooms.py"
-# Imports lead from d to a, b and c, whatever their form. A command's module counts as `cli`.
+# Module d imports a, b and c in different forms. The module of a command counts as `cli`.
 FILES = {
     "mingpt_ddp/a.py": "from mingpt_ddp.b import x",
     "mingpt_ddp/b/m.py": "import os, mingpt_ddp.c.n",
@@ -36,7 +36,7 @@ def git(root: Path, *words: str) -> None:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Path:
-    """A checkout with one commit, on the branch main."""
+    """Create a checkout with one commit on the branch main."""
     tmp_path = tmp_path_factory.mktemp("project")
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def project(tmp_path_factory) -> Path:
 
 
 def chosen(project: Path, **environment: str) -> list[str]:
-    """Return what is to run, without tests/unit before each name."""
+    """Return the tests that the script selects, without tests/unit before each name."""
     command = [sys.executable, "scripts/changed_rooms.py"]
     env = {**os.environ, **environment}
     done = subprocess.run(command, cwd=project, env=env, check=True, capture_output=True, text=True)
@@ -62,7 +62,7 @@ ALL = ["tests/unit"]
 
 @pytest.fixture(autouse=True)
 def unchanged(project):
-    """Undo what a test has changed in the working tree."""
+    """Undo the changes of a test in the working tree."""
     yield
     git(project, "reset", "--hard", "main")
     git(project, "clean", "-fd")
@@ -84,14 +84,14 @@ def unchanged(project):
         ("conf/config.yaml", ALL),
     ],
 )
-def test_a_room_and_those_that_import_it(changed, expected, project):
+def test_a_changed_room_and_the_rooms_that_import_it_are_tested(changed, expected, project):
     (project / changed).parent.mkdir(exist_ok=True)
     (project / changed).write_text("# changed")
     assert chosen(project) == expected
 
 
 def test_commits_since_main_the_working_tree_and_new_files(project):
-    """All tests, if git cannot tell."""
+    """If git cannot tell, all tests are selected."""
     assert chosen(project) == []
     git(project, "checkout", "-b", "branch")
     for room, add in (("a", "commit"), ("b", "add"), ("c", "")):

@@ -1,5 +1,7 @@
-"""Laws of the package, checked on its syntax trees: imports run one way, conditions on the rank are
-in distributed/ and process/, there is one training step, docs/architecture.md names what exists.
+"""Rules for the code of the package, checked on its syntax trees.
+
+Imports lead only to lower layers. Only distributed/ and process/ ask for the rank. There is one
+training step. Everything that docs/architecture.md names exists.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from import_map import flowchart  # noqa: E402
 
 PACKAGE = ROOT / "mingpt_ddp"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-# From top to bottom: a layer imports itself and lower layers, never a higher one.
+# The layers from top to bottom. A layer imports itself and lower layers, never a higher layer.
 ROOMS = (
     "loop",
     "parts",
@@ -41,7 +43,7 @@ ROOMS = (
     "torch_internals",
     "errors",
 )
-# Modules named by `python -m mingpt_ddp...` and by user code. They may import any layer.
+# Modules that users name, with `python -m mingpt_ddp...` or in code. They may import any layer.
 DOORS = (
     "__init__.py",
     "__main__.py",
@@ -66,8 +68,9 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
-    """Yield the modules of the package that a module imports, also in functions and for type
-    checking.
+    """Yield the modules of the package that this module imports.
+
+    This includes imports in functions and for type checking.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -81,7 +84,7 @@ def imported(tree: ast.Module) -> Iterator[str]:
             )
 
 
-def test_imports_run_down():
+def test_imports_lead_only_to_lower_layers():
     wrong = []
     for path in MODULES:
         if name_of(path) in DOORS:
@@ -94,12 +97,12 @@ def test_imports_run_down():
 
 
 def dotted_name(path: Path) -> str:
-    """Return the name of a module below the package."""
+    """Return the dotted name of a module, relative to the package."""
     return name_of(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def imported_modules(tree: ast.Module, names: set[str]) -> set[str]:
-    """Return which of the modules with these names a module imports, also in functions."""
+    """Return the modules among these names that a module imports, including in functions."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mingpt_ddp."):
@@ -110,7 +113,7 @@ def imported_modules(tree: ast.Module, names: set[str]) -> set[str]:
 
 
 def test_results_import_no_torch():
-    """Neither its modules, also in functions, nor what these import when they are imported."""
+    """Its modules never import torch, not even in functions. Nor do the modules that they load."""
     paths = {dotted_name(path): path for path in MODULES}
     left = [name for name in paths if name.startswith("study.results")]
     seen = {*left}
@@ -118,19 +121,19 @@ def test_results_import_no_torch():
         name = left.pop()
         tree = tree_of(paths[name])
         nodes = ast.walk(tree) if name.startswith("study.results") else tree.body
-        of_others = ast.Module(
+        import_nodes = ast.Module(
             [n for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom))], []
         )
-        for node in of_others.body:
+        for node in import_nodes.body:
             named = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module]
             assert not any(str(each).split(".")[0] == "torch" for each in named), name
-        new = imported_modules(of_others, {*paths}) - seen
+        new = imported_modules(import_nodes, {*paths}) - seen
         seen |= new
         left += new
 
 
 def folder_of(path: Path) -> str:
-    """Return the folder of a module within its room; the name of a module in the room itself."""
+    """Return the folder of a module within its room, or its name if it is directly in the room."""
     parts = name_of(path).removesuffix(".py").split("/")
     return "/".join(parts[:2])
 
@@ -157,11 +160,11 @@ def test_top_of_the_package():
         if p.suffix == ".py" or (p / "__init__.py").exists()
     }
     doors = {door.removesuffix(".py") for door in DOORS if "/" not in door}
-    assert top - doors == {*ROOMS, "conf"}  # presets, in a checkout by a link
+    assert top - doors == {*ROOMS, "conf"}  # conf has the presets; in a checkout it is a link
 
 
-def test_what_counts_as_code():
-    """An f-string is one token, also on Pythons that split it."""
+def test_how_code_is_counted():
+    """An f-string is one token, even on Python versions that split it."""
     source = (
         '"""A docstring."""\n\n# comment\nx = f"{y!r:>{width}} and {f(1)}"\nif x:\n    '
         "pass  # more\n"
@@ -174,13 +177,13 @@ def functions(path: Path) -> Iterator[ast.FunctionDef]:
 
 
 def calls(function: ast.FunctionDef, name: str) -> bool:
-    """Return whether a function calls a method, itself and not in a function within it."""
+    """Return True if a function calls a method itself, and not in a nested function."""
     attributes = [n.func for n in ast.walk(function) if isinstance(n, ast.Call)]
     return any(isinstance(n, ast.Attribute) and n.attr == name for n in attributes)
 
 
 def test_there_is_one_training_step():
-    """Only warm-up passes and the diagnosis have a backward pass of their own."""
+    """Besides the step, only the warm-up and the diagnosis of anomalies run a backward pass."""
     found = {}
     for path in MODULES:
         for function in functions(path):
@@ -208,7 +211,7 @@ def is_rank(node: ast.expr) -> bool:
 
 
 def test_rank_conditions():
-    """Outside distributed/ and process/, nothing asks whether a rank is rank zero."""
+    """Outside distributed/ and process/, no code asks if a rank is rank zero."""
     wrong = []
     for path in MODULES:
         if name_of(path).startswith(("distributed/", "process/")):
@@ -229,8 +232,8 @@ def test_the_picture_is_current():
     assert flowchart() in text, "run python scripts/import_map.py"
 
 
-def test_the_map_names_what_exists():
-    """Check the paths, folders, classes, functions and keys that docs/architecture.md names."""
+def test_everything_that_the_architecture_page_names_exists():
+    """It names paths, folders, classes, functions and keys."""
     text = (ROOT / "docs/architecture.md").read_text()
     source = "\n".join(path.read_text() for path in MODULES)
     modules = {path.name for path in MODULES}

@@ -1,4 +1,4 @@
-"""How `make` installs: by the Makefile itself, with a stand-in for the Python of .venv."""
+"""How `make` installs the project. The real Makefile runs with a stand-in for .venv's Python."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ if [ -e broken ]; then echo 'ERROR: no space left' >&2; exit 1; fi
 
 @pytest.fixture
 def checkout(tmp_path) -> Path:
-    """Return a folder with the Makefile, and an environment whose Python writes its arguments into
-    `calls`, and fails if there is a file `broken`.
+    """Return a folder with the Makefile and an environment.
+
+    Its Python writes its arguments to the file `calls`, and fails if there is a file `broken`.
     """
     if shutil.which("make") is None:
         pytest.skip("there is no make")
@@ -34,7 +35,7 @@ def checkout(tmp_path) -> Path:
 
 
 def make(checkout: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run make as a user whose environment forbids to write compiled modules."""
+    """Run make as a user whose environment forbids writing compiled modules."""
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "ARGS"))
     }
@@ -52,7 +53,7 @@ def test_pip_installs_once_and_leaves_compiling_to_the_imports(checkout, stamp, 
     assert call.endswith(f" -c constraints.txt -e {what}")
 
 
-def test_imports_in_a_target_keep_what_they_compile(checkout):
+def test_imports_in_a_target_keep_their_compiled_modules(checkout):
     recipe = 'probe: ; @echo "[$$PYTHONDONTWRITEBYTECODE]"'
     assert make(checkout, "--eval", recipe, "probe").stdout == "[]\n"
 
@@ -67,7 +68,7 @@ def test_a_failed_installation_is_seen_and_tried_again(checkout):
 
 
 def test_train_suggests_its_own_recipe_for_the_users_text(checkout):
-    """Another recipe would reach a higher loss, and another run.name is another directory."""
+    """Another recipe would reach a higher loss. Another run.name would be another directory."""
     suggested = make(checkout, "train").stdout
     trained = (checkout / "calls").read_text().splitlines()[-1]
     command = next(line for line in suggested.splitlines() if "data.path=my.txt" in line)

@@ -1,4 +1,4 @@
-"""The tests named in the tables of promises of the documents exist."""
+"""Every test that the documents name in their tables of promises exists."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TABLES = (
 
 
 def named_tests() -> list[tuple[str, str]]:
-    """Return pairs of a document and a test path or function that it names in code quotes."""
+    """Return pairs of a document and a test that it names in code quotes (a path or function)."""
     found = []
     for document in TABLES:
         text = (ROOT / document).read_text()
@@ -49,7 +49,7 @@ def test_documents_name_tests():
     }
 
 
-def test_what_make_test_runs_exists():
+def test_the_core_tests_of_make_test_exist():
     names = re.findall(
         r'"(tests/(?:contract|fake_gpu)/\w+\.py)::(\w+)', (ROOT / "tests/conftest.py").read_text()
     )

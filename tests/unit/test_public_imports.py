@@ -1,4 +1,4 @@
-"""What users import: the list, and that the documents, examples and user code of tests match it."""
+"""The public names. Documents, examples and user code in tests use all of them and no others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# By module. A name here keeps its path: move the code behind it, never the name.
+# Public names by module. They never move: if the code moves, the name stays here.
 PUBLIC = {
     "mingpt_ddp": (
         "LoadedRun at conf distributed history load loop one_line_errors parts registry rows "
@@ -49,7 +49,7 @@ def public_names() -> set[str]:
 
 
 def texts() -> Iterator[str]:
-    """Yield what users read: documents, examples, presets; and the code of users in the tests."""
+    """Yield the texts that users read (documents, examples, presets), and user code in tests."""
     for pattern in ("README.md", "docs/*.md", "examples/**/*.py", "conf/**/*.yaml"):
         yield from (path.read_text() for path in ROOT.glob(pattern))
     for path in ROOT.glob("tests/**/*.py"):
@@ -74,10 +74,10 @@ def used_names() -> set[str]:
     return names
 
 
-def test_users_import_what_is_listed():
+def test_names_that_users_import_are_the_listed_names():
     assert used_names() == public_names()
 
 
-def test_what_is_listed_can_be_imported():
+def test_listed_names_can_be_imported():
     for name in sorted(public_names()):
         pkgutil.resolve_name(name)

@@ -1,5 +1,6 @@
-"""Private API of torch: it exists in this version, no other module uses it, and runs work without
-it.
+"""Private API of torch that the package uses.
+
+It exists in this version of torch, only one module uses it, and runs work without it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from mingpt_ddp import torch_internals as internals
 PACKAGE = Path(mingpt_ddp.__file__).parent
 MODULE = "torch_internals.py"
 FILES = {str(path.relative_to(PACKAGE)): path for path in PACKAGE.rglob("*.py")}
-# Functions of the module, and the private names of torch that they use.
+# Functions of the module torch_internals, and the private names of torch that they use.
 NAMES = [
     ("cpu_is_fast_at_bf16", torch.cpu, "_is_avx512_bf16_supported _is_amx_tile_supported"),
     ("cpu_is_fast_at_bf16", torch.ops.mkldnn, "_is_mkldnn_bf16_supported"),
@@ -48,12 +49,12 @@ PRIVATE_NAMES = {name for _, _, names in NAMES for name in names.split()} - {"cl
 
 
 @pytest.mark.parametrize(("function", "owner", "names"), NAMES)
-def test_torch_has_what_is_used(function, owner, names):
+def test_torch_has_the_private_names_that_we_use(function, owner, names):
     assert callable(getattr(internals, function))
     assert not [name for name in names.split() if not hasattr(owner, name)]
 
 
-def test_the_compiler_has_what_is_used():
+def test_the_compiler_has_the_private_names_that_we_use():
     from torch._dynamo import config, exc
     from torch._inductor import config as inductor
 
@@ -79,12 +80,13 @@ def test_every_function_is_listed_here():
     assert defined == {*listed, *others, "without_profiler_noise"}
 
 
-# No other module uses it
+# No other module uses private names
 
 
 def private_uses(source: str) -> Iterator[str]:
-    """`torch.x._y` by any name that an import has given to torch or a part of it, and imports of
-    private names.
+    """Yield uses of private names of torch, such as `torch.x._y`, and imports of private names.
+
+    Imports may have given torch or a part of it another name.
     """
     tree = ast.parse(source)
     aliases: dict[str, str] = {}
@@ -108,7 +110,7 @@ def private_uses(source: str) -> Iterator[str]:
 
 
 def dotted(node: ast.AST) -> str:
-    """Return `a.b.c` if that is what an expression consists of, else ""."""
+    """Return an expression of the form `a.b.c` as text, or "" if it has another form."""
     names = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)
@@ -145,7 +147,7 @@ def test_no_other_module_uses_private_names():
         assert not re.findall(rf"\b({others})\b", source), module
 
 
-# With it and without it
+# With and without the private API
 
 
 @pytest.fixture(params=[True, False], ids=["there", "gone"])

@@ -143,14 +143,14 @@ def _adopt(task: "Task", config: EvaluateConfig, url: str, state: Any) -> None:
 
 
 def _build(task: "Task", run_config: Config, tensors: dict[str, "Tensor"]) -> "nn.Module":
-    from mingpt_ddp.snapshots.read.load_model import build_around
+    from mingpt_ddp.snapshots.read.load_model import build_from_tensors
     from mingpt_ddp.snapshots.state_dict import load_model_state
 
     if is_user_defined("task", run_config.task.name):  # the task may build the model itself
         model = task.build_model()
         load_model_state(model, tensors)
         return model
-    return build_around(run_config.model, task.shape, tensors)
+    return build_from_tensors(run_config.model, task.shape, tensors)
 
 
 def _run_config(config: EvaluateConfig, url: str, state: Any, first: Any = None) -> Config:

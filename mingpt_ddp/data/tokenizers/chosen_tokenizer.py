@@ -10,7 +10,7 @@ BUILT_IN = ("char", "byte", "bpe")  # all other values of data.tokenizer are pat
 
 
 def check_same_tokenizer(config: DataConfig, tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer file that has changed since the snapshot. It may have been deleted.
+    """Refuse a tokenizer file that has changed since the snapshot. A deleted file is accepted.
 
     Args:
         config: The settings of the data.
@@ -68,7 +68,8 @@ def with_end(tokenizer: Tokenizer, config: DataConfig) -> Tokenizer:
     is_own = is_known and ended.vocab_size == tokenizer.vocab_size
     if config.format == "tokens" and not is_own:
         raise ConfigError(
-            "data.end_token=true: with data.format=tokens name a data.tokenizer that has "
-            f"{END_NAME} or </s>, as the tokens do, or leave data.end_token out"
+            "data.end_token=true needs a token that ends documents; with data.format=tokens name a "
+            f"data.tokenizer that has {END_NAME} or </s>, as the tokens do, or leave "
+            "data.end_token out"
         )
     return ended

@@ -206,7 +206,7 @@ class _WorkerGroup:
         can_tell = code not in (0, preempted_code) or self.first.is_standalone
         received = self.forwarder.received
         number = received[-1] if received and can_tell else 0
-        if code == -number < 0:  # it came before the workers could handle it
+        if code == -number < 0:  # the signal came before they could handle it
             log.error("ended by %s; rerun the same command", signal.Signals(number).name)
         is_own_code = code in (0, FAILURE, USER_ERROR, EX_TEMPFAIL, preempted_code) or code > 128
         if not is_own_code and not number:  # the worker could not log this itself

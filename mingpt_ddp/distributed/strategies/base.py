@@ -335,9 +335,9 @@ class Strategy:
         return tensors
 
     def part_to_write(self, name: str, tensor: Tensor, writer: int) -> tuple[int, Tensor] | None:
-        """Return the number of the first row that this rank writes of a tensor, and its rows.
+        """Choose the rows of a tensor that this rank writes.
 
-        Return None if it writes none.
+        Return the number of the first row, and the rows. Return None if it writes no rows.
 
         Args:
             name: Name of the parameter or buffer.

@@ -26,7 +26,7 @@ def export_files(
     Args:
         url: URL of a run directory, of a directory of snapshots, or of one snapshot.
         step: Step of the snapshot, or "newest" or "best".
-        format: A key of WRITERS.
+        format: "safetensors" for this package's format, or "hf" for transformers.
         license: Identifier of a license for the model card, or None.
 
     Raises:
@@ -80,7 +80,8 @@ def _model_card(snapshot: Snapshot, license: str | None) -> bytes:
     where neither Markdown nor YAML interprets it.
 
     Args:
-        license: Identifier of a license, which YAML must read as text. None names no license.
+        license: Identifier of a license, which YAML must read as text. None if the card is not to
+            name a license.
     """
     licensed = f"license: {license}\n" if license else ""
     facts = f"Step {snapshot.step}"

@@ -1,7 +1,7 @@
 """Create the files from which the transformers library loads a model and its tokenizer.
 
-A model of architecture `gpt` becomes a GPT-2, for which transformers has the code. An export of
-`modern` contains the code of the model, in modeling_modern.py.
+A model of architecture `gpt` becomes a GPT-2, for which transformers has the code. transformers has
+no code for the architecture `modern`, so the export contains that code, in modeling_modern.py.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.models.gpt import GPT
 from mingpt_ddp.models.modern import Modern
 from mingpt_ddp.snapshots.format import MODEL, Snapshot
-from mingpt_ddp.snapshots.read.load_model import build_around, read_model_spec
+from mingpt_ddp.snapshots.read.load_model import build_from_tensors, read_model_spec
 from mingpt_ddp.snapshots.transformers_format.model_files import (
     MODELING_FILE,
     gpt2_tensors,
@@ -60,7 +60,7 @@ def transformers_files(snapshot: Snapshot) -> dict[str, Content]:
             f"{unsupported[0]} cannot be exported for transformers; use format=safetensors"
         )
     spec = read_model_spec(snapshot.state)
-    model = build_around(spec.config(), spec.sizes, snapshot.model)
+    model = build_from_tensors(spec.config(), spec.sizes, snapshot.model)
     code: dict[str, Content] = {}  # Python files in the export, by name
     if isinstance(model, GPT):
         values = gpt2_values(model)

@@ -38,7 +38,7 @@ class InitialWeights:
     model: dict[str, Any]  # the group `model` of the model's configuration, unchecked
     # Vocabulary size and context length in tokens. None if the task is not a language model.
     sizes: tuple[int | None, int | None]
-    state: dict[str, Any]  # the tokenizer, as in state.json. {} if there is none
+    tokenizer_state: dict[str, Any]  # as in state.json. {} if there is no tokenizer
     data: dict[str, Any]  # the keys of the group `data` that the weights determine, with values
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
@@ -59,15 +59,15 @@ def read_initial_weights(url: str) -> InitialWeights:
         StorageUnavailableError: The storage does not respond.
     """
     storage = open_storage(url, "run.init_from")
-    with _one_line(url):
+    with _as_snapshot_error(url):
         weights = _read(storage, url)
         layers = weights.model.get("n_layer")
         # Refuse an impossible number of layers now: building the layers would take long.
         if type(layers) is int and layers > len(weights.tensors):
             raise ValueError(f"n_layer is {layers}, but there are {len(weights.tensors)} tensors")
-        # Raise an error if a text in the state has surrogates, which UTF-8 cannot encode.
-        json.dumps(weights.state, ensure_ascii=False).encode()
-    if weights.data and not weights.state:
+        # Raise an error if a token has surrogates, which UTF-8 cannot encode.
+        json.dumps(weights.tokenizer_state, ensure_ascii=False).encode()
+    if weights.data and not weights.tokenizer_state:
         log.warning(
             "run.init_from=%s has no tokenizer (tokenizer.json, or vocab.json and merges.txt): the "
             "run uses the tokens of data.tokenizer, for which the embeddings were not trained",
@@ -82,8 +82,8 @@ def _read(storage: Storage, url: str) -> InitialWeights:
         what = "has no files" if os.path.exists(storage.root) else "does not exist"
         raise SnapshotError(
             f"run.init_from={url} {what}; name the directory of a run, a snapshot, an export "
-            "or a GPT-2 (config.json and model.safetensors): nothing is downloaded by a model's "
-            "name"
+            "or a GPT-2 (config.json and model.safetensors): the name of a model on a hub does not "
+            "work, because nothing is downloaded"
         )
     pickles = [name for name in PICKLES if name in names and MODEL not in names]
     if pickles:
@@ -99,7 +99,7 @@ def _read(storage: Storage, url: str) -> InitialWeights:
         return _weights_of_export(values, tensors)
     model, sizes = model_values(values)
     tokenizer = read_tokenizer(storage, names)
-    return _weights_of_text(model, sizes, tokenizer, our_tensors(tensors))
+    return _weights_of_language_model(model, sizes, tokenizer, our_tensors(tensors))
 
 
 def weights_of_state(state: Any, tensors: dict[str, Tensor] | None = None) -> InitialWeights:
@@ -111,28 +111,31 @@ def weights_of_state(state: Any, tensors: dict[str, Tensor] | None = None) -> In
     if "data" in state:  # the data are samples, not a text
         return InitialWeights(dict(state["config"]["model"]), (None, None), {}, {}, tensors or {})
     spec = read_model_spec(state)
-    return _weights_of_text(spec.model, spec.sizes, spec.tokenizer, tensors or {})
+    return _weights_of_language_model(spec.model, spec.sizes, spec.tokenizer, tensors or {})
 
 
-def _weights_of_text(
+def _weights_of_language_model(
     model: dict[str, Any],
     sizes: tuple[int, int],
     tokenizer: Tokenizer | None,
     tensors: dict[str, Tensor],
 ) -> InitialWeights:
-    """Return the weights of a language model, with the tokens of its text."""
+    """Return the weights of a language model, with its tokenizer."""
     if not all(type(size) is int and size > 0 for size in sizes):
-        raise ValueError(f"its vocabulary size and context length are {str(sizes)[:100]}")
+        raise ValueError(
+            f"its vocabulary size and context length are {str(sizes)[:100]}, but must be positive "
+            "whole numbers"
+        )
     _, block_size = sizes
-    state: dict[str, Any] = {}
+    tokenizer_state: dict[str, Any] = {}
     data: dict[str, Any] = {"block_size": block_size}
     if tokenizer:
-        state = tokenizer.state()
+        tokenizer_state = tokenizer.state()
         if isinstance(tokenizer, NoTokenizer):
             data["vocab_size"] = tokenizer.vocab_size
         else:
             data["tokenizer"] = tokenizer.name
-    return InitialWeights(model, sizes, state, data, tensors)
+    return InitialWeights(model, sizes, tokenizer_state, data, tensors)
 
 
 def _weights_of_export(values: Any, tensors: dict[str, Tensor]) -> InitialWeights:
@@ -146,7 +149,7 @@ def _weights_of_export(values: Any, tensors: dict[str, Tensor]) -> InitialWeight
 
 
 @contextlib.contextmanager
-def _one_line(url: str) -> Iterator[None]:
+def _as_snapshot_error(url: str) -> Iterator[None]:
     """Turn errors that damaged or unexpected content causes into a SnapshotError of one line."""
     try:
         yield

@@ -149,7 +149,10 @@ def find_steps(url: str) -> tuple[SnapshotStore, list[int]]:
 
 
 def load(
-    url: str, kinds: Sequence[str] = layout.KINDS, step: Step = "newest", whole: bool = True
+    url: str,
+    kinds: Sequence[str] = layout.REQUIRED_KINDS,
+    step: Step = "newest",
+    whole: bool = True,
 ) -> Snapshot:
     """Find a snapshot and read it.
 
@@ -157,7 +160,8 @@ def load(
         url: URL of a run directory, of a directory of snapshots, or of one snapshot.
         kinds: Kinds of tensors to read. The other kinds are left empty.
         step: Step of the snapshot, or "newest" or "best". "newest" skips damaged snapshots.
-        whole: Read the tensors, or only an index of their positions: see `StoreReader.read`.
+        whole: True reads the tensors. False reads only an index of their positions: see
+            `StoreReader.read`.
 
     Raises:
         SnapshotError: There is no such snapshot, or it is damaged.
@@ -179,7 +183,8 @@ def load(
         wanted = _best_step(store, steps)
     if wanted not in steps:
         raise SnapshotError(
-            f"there is no snapshot of step {wanted} at {url}; the newest is of step {steps[-1]}"
+            f"there is no snapshot with step={wanted} at {url}; the newest one is from step "
+            f"{steps[-1]}"
         )
     try:
         return store.read(wanted, kinds, whole)
@@ -189,7 +194,7 @@ def load(
 
 
 def _if_missing(url: str) -> str:
-    """Return words for a message if a URL names a local directory that does not exist, or ""."""
+    """Return ", which does not exist" if a URL names a missing local directory, else ""."""
     storage = open_storage(url)
     if storage.has_flock and not os.path.lexists(storage.root):
         return ", which does not exist"
@@ -199,7 +204,7 @@ def _if_missing(url: str) -> str:
 def _best_step(store: SnapshotStore, steps: list[int]) -> int | str:
     """Return the best step, as recorded in the newest state that can be read.
 
-    Return "best" if no best step is recorded: there is no such snapshot.
+    Return "best" if no best step is recorded. The caller then finds that there is no such snapshot.
     """
     for step in reversed(steps):
         with contextlib.suppress(CorruptSnapshotError):

@@ -39,7 +39,7 @@ def load_with_state(url: str, step: Step = "newest") -> tuple[nn.Module, Tokeniz
     snapshot = load(url, ("model",), step)
     spec = read_model_spec(snapshot.state)
     with attribute_errors_to_user_code():
-        model = build_around(spec.config(), spec.sizes, snapshot.model)
+        model = build_from_tensors(spec.config(), spec.sizes, snapshot.model)
     return model, spec.tokenizer, snapshot
 
 
@@ -85,7 +85,7 @@ def read_model_spec(state: Any) -> ModelSpec:
     """
     if isinstance(state, dict) and "data" in state:  # the data are samples, not a text
         raise SnapshotError(
-            f"its task is not a language model; measure it with {command('evaluate')}"
+            f"the snapshot's task is not a language model; measure it with {command('evaluate')}"
         )
     try:
         tokenizer = tokenizer_from_state(state)
@@ -101,7 +101,7 @@ def read_model_spec(state: Any) -> ModelSpec:
         raise SnapshotError(f"the snapshot has an invalid state: {error}") from error
 
 
-def build_around(
+def build_from_tensors(
     config: ModelConfig, sizes: tuple[int, Any], tensors: dict[str, Tensor]
 ) -> nn.Module:
     """Build a model whose parameters are the tensors of a snapshot.

@@ -1,4 +1,4 @@
-"""Read the tensors that this rank needs from a snapshot of which each rank holds a shard."""
+"""Read only those tensors and rows of a snapshot that this rank needs."""
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -75,7 +75,8 @@ def _read(
             return strategy.assemble(target, rows)
         if target is None or not is_state:
             raise SnapshotError(f"the snapshot's {kind} does not fit the model: {name}")
-        # Optimizer state that does not have the shape of its parameter, such as a single number.
+        # This optimizer state does not have the shape of its parameter: it may be a single number.
+        # The rank that owns it reads all of it.
         return rows()
 
     try:

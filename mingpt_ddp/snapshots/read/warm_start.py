@@ -29,7 +29,7 @@ from mingpt_ddp.snapshots.read.initial_weights import (
 log = logging.getLogger(__name__)
 
 # Keys of the group `model` that may differ from the configuration recorded with the weights.
-FREE_KEYS = ("name", "dropout", "code")
+KEYS_THAT_MAY_DIFFER = ("name", "dropout", "code")
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class WarmStart:
     """The configuration of a run, and the weights that it starts from, if any."""
 
     config: Config  # the configuration of the run, with the model sizes of the weights
-    state: dict[str, Any]  # argument for Task.extend
+    # The tokenizer of the weights, and the text that the run has recorded. See Task.extend.
+    initial_state: dict[str, Any]
     sizes: list[int | None]  # vocabulary size and context length, as in InitialWeights.sizes
     # The weights on rank zero, at the first start of the run, until `load_into` has loaded them.
     tensors: dict[str, Tensor]
@@ -96,7 +97,7 @@ def warm_start(
             sha256 = _recorded_sha256(url, recorded)
             description = _describe_weights(weights_of_state(recorded), sha256)
             if "text" in recorded:  # the run continues with the text that it recorded
-                description["state"]["text"] = recorded["text"]
+                description["tokenizer_state"]["text"] = recorded["text"]
             return description
         weights = read_initial_weights(url)
         tensors.update(weights.tensors)
@@ -106,11 +107,11 @@ def warm_start(
     config = _with_sizes(config, description, command_line_keys)
     if recorded is None:
         _check_data_keys(config, description["data"])
-    return WarmStart(config, description["state"], description["sizes"], tensors)
+    return WarmStart(config, description["tokenizer_state"], description["sizes"], tensors)
 
 
 def _describe_weights(weights: InitialWeights, sha256: Any) -> dict[str, Any]:
-    """Return all fields of the weights but the tensors, and their SHA-256, as JSON values."""
+    """Return the fields of the weights as JSON values: the SHA-256 instead of the tensors."""
     return {**asdict(replace(weights, tensors={})), "sha256": sha256}
 
 
@@ -140,7 +141,7 @@ def _with_sizes(
 ) -> Config:
     """Return the configuration of the run with the sizes and the SHA-256 of the weights.
 
-    The run keeps the name that it has without them.
+    The sizes do not change the name of an unnamed run.
 
     Raises:
         ConfigError: A key from the command line, or run.init_sha256, differs from the weights.
@@ -162,7 +163,7 @@ def _with_sizes(
         if "model" in command_line_keys or f"model.{key}" in command_line_keys
     }
     for key in sorted(chosen):
-        if key in FREE_KEYS:
+        if key in KEYS_THAT_MAY_DIFFER:
             model[key] = configured[key]
         elif configured[key] != model.get(key):
             raise _conflict(f"model.{key}", configured[key], model.get(key), run.init_from)
@@ -181,13 +182,13 @@ def _with_sizes(
 
 
 def _check_data_keys(config: Config, data: dict[str, Any]) -> None:
-    """Refuse keys of the group `data` that differ from the weights. A shorter context is allowed.
+    """Refuse values in the group `data` that differ from the weights. A shorter context is allowed.
 
     Args:
         data: The keys of the group `data` that the weights determine, with their values.
 
     Raises:
-        ConfigError: A key differs.
+        ConfigError: A value differs. The message names its key.
     """
     if not isinstance(config.data, DataConfig):
         return
@@ -220,7 +221,8 @@ def _check_fit(model: nn.Module, tensors: dict[str, Any], resized: set[tuple[Any
             sizes, and the two context lengths.
 
     Raises:
-        SnapshotError: The names, the types or other shapes differ, or a value is not finite.
+        SnapshotError: Names or types differ, shapes differ in anything but `resized` rows, or a
+            value is not finite.
     """
     expected = model.state_dict()
     wrong = sorted(expected.keys() ^ tensors.keys())
@@ -233,7 +235,7 @@ def _check_fit(model: nn.Module, tensors: dict[str, Any], resized: set[tuple[Any
             wrong.append(f"{name} has shape {shape} instead of {model_shape}")
         elif tensor.is_floating_point() != expected[name].is_floating_point():
             kind = str(tensor.dtype).removeprefix("torch.")
-            wrong.append(f"{name} has type {kind}")
+            wrong.append(f"{name} has the wrong type, {kind}")
     if wrong:
         raise SnapshotError(
             f"the weights of run.init_from do not fit the model: {', '.join(wrong[:3])}"

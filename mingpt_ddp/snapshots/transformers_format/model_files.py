@@ -85,7 +85,7 @@ def modern_values(model: Modern) -> dict[str, Any]:
 
 def gpt2_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Convert the weights of a model of architecture gpt to the names and shapes of a GPT-2."""
-    by_their_name: dict[str, Tensor] = {}
+    converted: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         prefix = "transformer."
         if name.startswith("blocks."):
@@ -94,11 +94,11 @@ def gpt2_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         part, _, kind = name.rpartition(".")
         module = GPT2_NAMES[part]
         if kind == "weight" and module not in ("wte", "wpe"):
-            by_their_name.setdefault(f"{prefix}{module}.bias", tensor.new_zeros(len(tensor)))
+            converted.setdefault(f"{prefix}{module}.bias", tensor.new_zeros(len(tensor)))
         if kind == "weight" and module.startswith(LINEAR_PREFIXES):
             tensor = tensor.T.contiguous()
-        by_their_name[f"{prefix}{module}.{kind}"] = tensor
-    return by_their_name
+        converted[f"{prefix}{module}.{kind}"] = tensor
+    return converted
 
 
 def model_values(config: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, int]]:
@@ -148,7 +148,7 @@ def our_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     if "head.weight" in tensors:  # architecture modern
         return tensors
-    by_our_name = {}
+    converted = {}
     for full_name, tensor in tensors.items():
         name = full_name.removeprefix("transformer.")
         if re.fullmatch(r"h\.\d+\.attn\.(bias|masked_bias)", name):  # the causal mask
@@ -170,5 +170,5 @@ def our_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         prefix = "" if block is None else f"blocks.{block}."
         if kind == "weight" and module.startswith(LINEAR_PREFIXES):
             tensor = tensor.T
-        by_our_name[f"{prefix}{OUR_NAMES[module]}.{kind}"] = tensor.float()
-    return by_our_name
+        converted[f"{prefix}{OUR_NAMES[module]}.{kind}"] = tensor.float()
+    return converted

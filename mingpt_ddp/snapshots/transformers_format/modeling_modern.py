@@ -58,10 +58,10 @@ class Cache:
         Before the start of a text, the vectors are zeros.
 
         Args:
-            x: (B, T, D) vectors of the new tokens.
+            x: (B, T, N) vectors of the new tokens, with any number N of elements.
 
         Returns:
-            (B, count + T, D)
+            (B, count + T, N)
         """
         last = self.tensors.get(name)
         if last is None:
@@ -198,8 +198,8 @@ class NGramEmbedding(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and normalized queries and keys.
 
-    Each block adds the values of the first block, `v1`, to its own values, multiplied by a learned
-    factor for each channel.
+    `v1` are the values of the first block. Each block multiplies them by a learned factor for each
+    channel, and adds them to its own values.
     """
 
     def __init__(self, config: ModernConfig) -> None:
@@ -256,8 +256,8 @@ class Block(nn.Module):
 class ModernForCausalLM(PreTrainedModel, GenerationMixin):
     """The language model: it takes token ids and returns logits.
 
-    `generate` can write more tokens than the context length. Whenever the context is full, it goes
-    on with the newer half of it.
+    `generate` can write more tokens than the context length. Whenever the context is full, the
+    model forgets the older half of the tokens.
     """
 
     config_class = ModernConfig
@@ -306,7 +306,7 @@ class ModernForCausalLM(PreTrainedModel, GenerationMixin):
         T = input_ids.shape[1]
         mask = cache.extend_mask(attention_mask, input_ids)
         # torch.export and torch.compile cannot trace a branch that depends on a value in a tensor.
-        # While they trace, compare the length with padding instead.
+        # While they trace, check the length that includes padding instead.
         is_traced = torch.compiler.is_compiling()
         longest = mask.shape[1] if is_traced else mask.sum(-1).max()
         if longest > self.config.block_size:

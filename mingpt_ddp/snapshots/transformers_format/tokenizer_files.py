@@ -29,16 +29,17 @@ def padding(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the entries of tokenizer_config.json for the token that pads texts.
 
     The token must be in the vocabulary of the model, because the embedding has no row for an added
-    one. Making it the padding token must not change how texts are encoded and decoded. But
-    transformers drops special tokens when it decodes. And without split_special_tokens, it encodes
-    the name of a special token in a text as that token.
+    one. Making it the padding token must not change how texts are encoded and decoded. This is
+    difficult if transformers takes it for a special token: special tokens are dropped from decoded
+    texts. If a text contains the name of a special token, the name is encoded as that token, unless
+    split_special_tokens is set.
     """
     state = tokenizer.state()
     special = [*special_tokens(tokenizer)]
     if special:  # prefer a token whose name says that it is meant for padding
         named = [name for name in special if "pad" in name.lower()]
-        is_text = {} if tokenizer.end is None else {"split_special_tokens": True}
-        return {"pad_token": (named or special)[0], **is_text}
+        encode_names_as_text = {} if tokenizer.end is None else {"split_special_tokens": True}
+        return {"pad_token": (named or special)[0], **encode_names_as_text}
     # `tokenizer_json` declares the token. An empty added_tokens_decoder keeps transformers from
     # making it special.
     if "vocabulary" in state:
@@ -188,7 +189,8 @@ def _char_tokenizer(vocab: dict[str, Any]) -> CharTokenizer:
 def _without_padding(text: str, values: dict[str, Any]) -> str:
     """Remove the padding token from the added tokens of a tokenizer.json. Return its text.
 
-    When transformers saves an export again, it adds this token, although it is the token of a byte.
+    When transformers saves an export again, it lists the padding token there. For a tokenizer of
+    bytes, the padding token is a byte, which is in the vocabulary already.
 
     Args:
         text: The content of tokenizer.json.

@@ -21,7 +21,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import UserError
 from mingpt_ddp.snapshots.format import HOOKS, kind_of
 from mingpt_ddp.snapshots.hashes import HashByKind, describe_tensors, hash_lines
-from mingpt_ddp.snapshots.hook_state import describe_states, refuse_other_states
+from mingpt_ddp.snapshots.hook_state import describe_states, refuse_differing_states
 from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.write.ledger import Ledger
 from mingpt_ddp.snapshots.write.store import SnapshotStore
@@ -38,7 +38,7 @@ class Capture:
 
     step: int
     files: FileContents  # the tensors may change as soon as they are staged
-    settings: str = ""  # digest of the settings that change the bits of a step, for the ledger
+    settings_digest: str = ""  # from `digest_settings`, for the ledger. Only rank zero needs it
 
 
 class AsyncSave(threading.Thread):
@@ -76,8 +76,8 @@ class AsyncSave(threading.Thread):
         self.staged = threading.Event()
         self.started_at = time.monotonic()
         self.duration_s = 0.0  # seconds from the start to the commit
-        # The result is the same on every rank. A failure of the store counts towards
-        # snapshot.max_failures. Any other error ends the run.
+        # Why the save has not succeeded, the same on every rank. A `failure` of the store counts
+        # towards snapshot.max_failures. Any other `error` ends the run.
         self.failure: OSError | None = None
         self.error: Exception | None = None
         # For each GPU, the point in its training stream from which the tensors can be copied.
@@ -100,7 +100,9 @@ class AsyncSave(threading.Thread):
         on_rank_zero = group.env.call_on_rank_zero
         try:
             group.io.decide_on_rank_zero(self._stage_and_describe, self._check_staged)
-            record = partial(self.ledger.append, self.step, self._hashes, self.capture.settings)
+            record = partial(
+                self.ledger.append, self.step, self._hashes, self.capture.settings_digest
+            )
             store = self.store
             write = partial(store.write_files, self.step, self._contents)
             commit = partial(store.commit, self.step, record=record)
@@ -193,7 +195,7 @@ class AsyncSave(threading.Thread):
         Raises:
             CodeError: The state of a hook differs between the ranks.
         """
-        refuse_other_states(self.step, [each["hooks"] for each in staged])
+        refuse_differing_states(self.step, [each["hooks"] for each in staged])
         for each in staged[1:]:
             each["lines"].pop(HOOKS, None)
         self._hashes = hash_lines(each["lines"] for each in staged)

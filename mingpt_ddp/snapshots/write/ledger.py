@@ -22,7 +22,7 @@ from typing import Any
 
 from mingpt_ddp.config.config import LIMITS, decides_bits
 from mingpt_ddp.errors import reason
-from mingpt_ddp.snapshots.format import KINDS, TENSOR_KINDS, directory_name, step_of
+from mingpt_ddp.snapshots.format import REQUIRED_KINDS, TENSOR_KINDS, directory_name, step_of
 from mingpt_ddp.snapshots.hashes import HashByKind
 from mingpt_ddp.storage.lines import append_line, read_lines
 
@@ -45,7 +45,10 @@ SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def digest_settings(state: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of all settings in a state.json that can change the bits of a step."""
+    """Return the SHA-256 of all settings in a state.json that can change the results of a step.
+
+    Even a change of the last bit of a result counts.
+    """
     config: dict[str, dict[str, Any]] = {}
     for group, values in state.get("config", {}).items():
         config[group] = {}
@@ -58,7 +61,8 @@ def digest_settings(state: Mapping[str, Any]) -> str:
         "environment": state.get("environment"),
         "micro_batch_size": state.get("micro_batch_size"),
     }
-    # The schedules then last as long as the run, so its length changes the bits of each step.
+    # Without optimizer.schedule_steps, the schedules last as long as the run. The length of the run
+    # then changes the results of each step.
     if config.get("optimizer", {}).get("schedule_steps") is None:
         limits = {key: state.get("config", {}).get("trainer", {}).get(key) for key in LIMITS}
         # With a time limit, the number of steps is not known at the start.
@@ -71,7 +75,7 @@ class Record:
     """A line of the ledger."""
 
     step: int
-    settings: str  # digest that `digest_settings` returned
+    settings_digest: str  # returned by `digest_settings`
     hashes: HashByKind
 
 
@@ -82,14 +86,14 @@ class Ledger:
         self.path = directory / LEDGER
         self._has_failed = False
 
-    def append(self, step: int, hashes: HashByKind, settings: str) -> None:
+    def append(self, step: int, hashes: HashByKind, settings_digest: str) -> None:
         """Add the hashes of a snapshot.
 
         If they cannot be written, log a warning, but only once per run: training goes on.
         """
         if not hashes:
             return
-        record = {"step": step, "settings": settings, **hashes}
+        record = {"step": step, "settings": settings_digest, **hashes}
         try:
             append_line(self.path, json.dumps(record).encode() + b"\n", MAX_BYTES)
         except OSError as error:
@@ -115,10 +119,10 @@ def _parse(line: bytes) -> Record | None:
     """Parse an untrusted line of the ledger. Return None if it is invalid."""
     with contextlib.suppress(LookupError, TypeError, ValueError, RecursionError):
         values = json.loads(line)
-        hashes = {kind: values[kind] for kind in TENSOR_KINDS if kind in (*KINDS, *values)}
-        settings = values["settings"]
-        are_digests = all(map(SHA256.fullmatch, [*hashes.values(), settings]))
+        hashes = {kind: values[kind] for kind in TENSOR_KINDS if kind in (*REQUIRED_KINDS, *values)}
+        settings_digest = values["settings"]
+        are_digests = all(map(SHA256.fullmatch, [*hashes.values(), settings_digest]))
         step = values["step"]
         if are_digests and type(step) is int and step_of(directory_name(step)) == step:
-            return Record(step, settings, hashes)
+            return Record(step, settings_digest, hashes)
     return None

@@ -27,10 +27,10 @@ TensorsByKind = Mapping[str, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Shares:
-    """The ranks that write the tensors of a snapshot."""
+class Assignment:
+    """Which rank writes which tensors of a snapshot."""
 
-    ranks: dict[str, Sequence[int]]  # for each kind of tensors, the ranks that write a file of it
+    ranks: dict[str, Sequence[int]]  # for each kind of tensors, the ranks that write a shard
     # The rank that writes a whole tensor, by kind and name. A tensor that is not listed is written
     # by the first rank of its kind.
     writers: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Shares:
         return self.writers.get((kind, name), self.ranks[kind][0])
 
 
-def share_tensors(tensors: TensorsByKind, ranks: Sequence[int]) -> Shares:
+def share_tensors(tensors: TensorsByKind, ranks: Sequence[int]) -> Assignment:
     """Assign whole tensors to ranks, so that each rank writes about as many bytes.
 
     All ranks compute the same assignment. If the shards would be smaller than MIN_SHARD_BYTES, one
@@ -57,14 +57,14 @@ def share_tensors(tensors: TensorsByKind, ranks: Sequence[int]) -> Shares:
     if shards > 1:
         owners = share_out(dict(sorted(sizes.items(), reverse=True)), shards)
         writers = {kind_and_name: ranks[owner] for kind_and_name, owner in owners.items()}
-        return Shares(dict.fromkeys(tensors, ranks[:shards]), writers)
+        return Assignment(dict.fromkeys(tensors, ranks[:shards]), writers)
     count = min(len(ranks), len(by_kind))
     owner_by_kind = share_out(by_kind, count)
     loads = [0] * count
     for kind, owner in owner_by_kind.items():
         loads[owner] += by_kind[kind]
     least_first = sorted(range(count), key=loads.__getitem__)
-    return Shares(
+    return Assignment(
         {kind: [ranks[least_first.index(owner)]] for kind, owner in owner_by_kind.items()}
     )
 
@@ -91,16 +91,16 @@ class ShardPlan:
         strategy = self.strategy
         joined = {kind: strategy.join_tensors(named) for kind, named in tensors.items()}
         hooks = joined.pop(HOOKS, None)
-        shares = self._shares(joined)
+        assignment = self._assign(joined)
         rank = self.group.rank
         files = {}
         for kind, named in joined.items():
-            ranks = shares.ranks[kind]
+            ranks = assignment.ranks[kind]
             if rank not in ranks:
                 continue
             parts: dict[str, Tensor] = {}
             for name, tensor in named.items():
-                writer = shares.writer(kind, name)
+                writer = assignment.writer(kind, name)
                 part = strategy.part_to_write(name.partition(":")[0], tensor, writer)
                 if part is None:
                     continue
@@ -112,9 +112,9 @@ class ShardPlan:
             files[shard_name(HOOKS, 0, 1)] = dict(hooks)
         return files
 
-    def _shares(self, tensors: TensorsByKind) -> Shares:
+    def _assign(self, tensors: TensorsByKind) -> Assignment:
         if self.strategy.n_shards > 1:
-            return Shares(dict.fromkeys(tensors, range(self.strategy.n_shards)))
+            return Assignment(dict.fromkeys(tensors, range(self.strategy.n_shards)))
         self._writers = self._writers or ranks_with_same_storage(self.group, self.storage) or [0]
         return share_tensors(tensors, self._writers)
 

@@ -23,7 +23,8 @@ class SnapshotStore(StoreReader):
         super().__init__(url)
         # The lease on an object store, which has no file locks. None on a disk.
         self._lease: Lease | None = None
-        # With a lease: the committed steps that this run found at its start, or has written.
+        # Steps that were committed when this run started, or that it has committed itself. Only
+        # `begin` uses them, if there is a lease.
         self._known: set[int] = set()
         # Called before a snapshot is written or committed. Raises RunError if the locked directory
         # of the run was deleted or moved.

@@ -42,9 +42,9 @@ MIN_BANDWIDTH = 1 << 20  # assumed bytes per second, for all requests together
 # The pause before the first retry. It doubles with each retry, up to the maximum.
 INITIAL_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 10.0
-# Larger files are transferred in parts of this many bytes, so that a fault costs only one part.
-PART = 1 << 24
-PARALLEL = 4  # number of parts that are transferred, and in memory, at the same time
+# Larger files are transferred in parts of this size, so that a fault costs only one part.
+PART_BYTES = 1 << 24
+CONCURRENT_PARTS = 4  # number of parts that are in memory at the same time
 
 PRECONDITION_FAILED_STATUS = 412
 _jitter = random.SystemRandom()  # does not change the seeded generators of a run
@@ -52,7 +52,7 @@ _jitter = random.SystemRandom()  # does not change the seeded generators of a ru
 
 def request_timeout(size: int) -> float:
     """Return the timeout in seconds of a request that transfers `size` bytes."""
-    return REQUEST_TIMEOUT_S + PARALLEL * size / MIN_BANDWIDTH
+    return REQUEST_TIMEOUT_S + CONCURRENT_PARTS * size / MIN_BANDWIDTH
 
 
 def _joined(parts: list[Any], size: int) -> bytes:
@@ -101,10 +101,10 @@ class RemoteStorage(Storage):
 
     def chunks(self, name: str, size: int, start: int = 0) -> Iterator[bytes]:
         path = self._path(name)
-        step = PARALLEL * PART
+        step = CONCURRENT_PARTS * PART_BYTES
         for begin in range(start, start + size, step):
             end = min(begin + step, start + size)
-            starts = list(range(begin, end, PART))
+            starts = list(range(begin, end, PART_BYTES))
             ranges = ([path] * len(starts), starts, [*starts[1:], end])
             yield self._request("read", path, "cat_ranges", *ranges, size=end - begin)
 

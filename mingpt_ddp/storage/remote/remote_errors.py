@@ -1,4 +1,4 @@
-"""Interpret exceptions of remote filesystems: is a retry useful, which errno and message fit?"""
+"""Interpret the exceptions of remote filesystems: decide on retries, and describe the cause."""
 
 import asyncio
 import errno
@@ -17,7 +17,7 @@ RETRY_STATUS = {408, 409, 425, 429}
 NOT_IMPLEMENTED_STATUS = 501
 FULL_STATUS = 507
 DENIED_STATUS = (401, 403)
-PERMANENT = (
+PERMANENT_ERRORS = (
     FileNotFoundError,
     FileExistsError,
     PermissionError,
@@ -53,22 +53,22 @@ def http_status_and_code(error: BaseException) -> tuple[int | None, str | None]:
     return None, None
 
 
-def is_transient(error: Exception, kinds: tuple[type[Exception], ...]) -> bool:
+def is_transient(error: Exception, transient_types: tuple[type[Exception], ...]) -> bool:
     """Return True if a retry of the request may succeed.
 
     Args:
-        kinds: Types of exceptions that are transient if they do not have an HTTP status.
+        transient_types: Types of exceptions that are transient if they do not have an HTTP status.
     """
     status, code = http_status_and_code(error)
     if status is None:
-        return isinstance(error, kinds) and not isinstance(error, PERMANENT)
+        return isinstance(error, transient_types) and not isinstance(error, PERMANENT_ERRORS)
     if status in (NOT_IMPLEMENTED_STATUS, FULL_STATUS):
         return False
     return status >= 500 or status in RETRY_STATUS or code in RETRY_CODES
 
 
 def equivalent_errno(error: Exception) -> int | None:
-    """Return the errno that a local disk would raise for the same cause: full, or not writable.
+    """Return the errno with which a local disk would fail, if the storage is full or not writable.
 
     For any other cause, return the errno of the exception, or None if it does not have one.
     """

@@ -32,7 +32,7 @@ class S3Storage(RemoteStorage):
             """
 
             async def send(self, request: Any) -> Any:
-                size = int(request.headers.get("Content-Length", remote.PART))
+                size = int(request.headers.get("Content-Length", remote.PART_BYTES))
                 return await asyncio.wait_for(super().send(request), remote.request_timeout(size))
 
         # Let botocore and s3fs retry only a few times, so that our own retries notice an outage
@@ -42,13 +42,13 @@ class S3Storage(RemoteStorage):
         # whole object with each part. The manifest of a snapshot has SHA-256 hashes anyway.
         fs.config_kwargs |= {"response_checksum_validation": "when_required"}
         fs.retries = 3
-        fs.max_concurrency = remote.PARALLEL
+        fs.max_concurrency = remote.CONCURRENT_PARTS
 
     def write(self, name: str, content: Content) -> None:
         path = self._path(name)
         data = memoryview(content).cast("B")
         # S3 allows 10,000 parts. s3fs sends anything smaller than two parts in one request.
-        chunk = max(remote.PART, -(-len(data) // 10_000))
+        chunk = max(remote.PART_BYTES, -(-len(data) // 10_000))
         sliced = bytes(data) if len(data) < 2 * chunk else _Parts(data)
         send = partial(
             self._request, "write", path, "pipe_file", path, sliced, chunksize=chunk, size=len(data)
@@ -56,7 +56,7 @@ class S3Storage(RemoteStorage):
         try:
             send()
         except FileNotFoundError:
-            # The upload was lost, or the response to its completion. Upload the file again.
+            # Either the upload was lost, or the response that confirms it. Upload the file again.
             send()
         finally:
             if isinstance(sliced, _Parts):

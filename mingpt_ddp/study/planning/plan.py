@@ -71,7 +71,7 @@ def make_plan(
     warm = _warm_start(job, group)
     batch = divide_batch(warm.config, devices.ranks)
     config = with_batch_size(warm.config, batch.copies, None)
-    task = build_task(_for_one_rank(config) if runtime else config, group, warm.state)
+    task = build_task(_for_one_rank(config) if runtime else config, group, warm.initial_state)
     with task.discarded_if_refused():
         if vocab_size is None:
             warm.check(task.build_model, task.shape)

@@ -185,7 +185,7 @@ def find_version(name: str, commit: str, arguments: list[str]) -> Version:
     check(has_package or files, f"{name} has {missing}")
     code = _current_code(directory, files, has_package)
     is_kept = code.record["patch"] != TOO_LARGE
-    check(is_kept, f"the uncommitted changes in {name} are {TOO_LARGE}; commit them")
+    check(is_kept, f"{name} has {TOO_LARGE}; commit them")
     return Version(name, directory, arguments, code, has_package)
 
 

@@ -18,7 +18,13 @@ from mingpt_ddp.data.dataloader import BatchPlan
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError, SnapshotError
-from mingpt_ddp.snapshots.format import KINDS, MAX_STATE_BYTES, STATE, Snapshot, encode_json
+from mingpt_ddp.snapshots.format import (
+    MAX_STATE_BYTES,
+    REQUIRED_KINDS,
+    STATE,
+    Snapshot,
+    encode_json,
+)
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.read.load import snapshot_to_resume
 from mingpt_ddp.snapshots.state_dict import load_model_state, load_optimizer_state
@@ -195,7 +201,7 @@ def read_recorded(
     """
 
     def read() -> dict[str, Any] | None:
-        newest = snapshot_to_resume(store, directory, source, KINDS)
+        newest = snapshot_to_resume(store, directory, source, REQUIRED_KINDS)
         if newest is None:
             return None
         try:

@@ -154,7 +154,7 @@ def prepare(
     config = with_batch_size(warm.config, group.data_size, batch_size)
     config = with_recorded_format(config, state, command_line_keys)
     runtime.resume_precision(config, state)
-    task = build_task(config, group, warm.state, recorded_state=state)
+    task = build_task(config, group, warm.initial_state, recorded_state=state)
     with task.discarded_if_refused():
         loader = task.train_loader(runtime.device)
         resources.callback(loader.close)

@@ -24,7 +24,7 @@ from mingpt_ddp.storage.code_identity import (
     describe_change,
     recorded_code,
 )
-from mingpt_ddp.storage.run_directory import DIRECTORY_KEYS, changed_values, difference
+from mingpt_ddp.storage.run_directory import KEYS_NOT_COMPARED, changed_values, difference
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.length import RunLength, early_end_notice, long_warmup_warning
 from mingpt_ddp.training.trainable import Run
@@ -190,7 +190,7 @@ def log_changes(before: dict[str, Any], run: Run) -> None:
         old["steps"] = before["steps"]
         new["steps"] = steps
     common = {key: new[key] for key in old if key in new}
-    changes = changed_values({key: old[key] for key in common}, common, DIRECTORY_KEYS)
+    changes = changed_values({key: old[key] for key in common}, common, KEYS_NOT_COMPARED)
     if not changes:
         return
     rows = [["key", "before", "now"]]
@@ -231,5 +231,5 @@ def warn_of_unused_changes(previous: dict[str, Any], config: Config) -> None:
     new = {group: keys for group, keys in config.to_dict().items() if group != "ddp"}
     # A key that the earlier version did not have counts as unchanged.
     old = {group: {**keys, **previous.get(group, {})} for group, keys in new.items()}
-    if changes := difference(old, new, DIRECTORY_KEYS):
+    if changes := difference(old, new, KEYS_NOT_COMPARED):
         log.warning("the run is complete, so it was not trained with %s", "; ".join(changes))

@@ -83,7 +83,7 @@ def test_a_list_takes_all_arguments_without_a_key():
         (["a", "-s"], "-s is not an option; write key=value or --key value"),
         (["a", "keep_last=many"], "keep_last='many' must be a whole number"),
         (["a", "step="], "step='' must be a whole number or 'newest'"),
-        (["nosuch://a"], "url=nosuch://a: no such protocol as nosuch://"),
+        (["nosuch://a"], "url=nosuch://a: the protocol nosuch:// is unknown; check its spelling"),
     ],
 )
 def test_an_error_is_one_line(args, expected):

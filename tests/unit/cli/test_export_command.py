@@ -56,7 +56,7 @@ def test_a_step(run, call, tmp_path):
     store.storage.write(path, content[:-1] + bytes([content[-1] ^ 1]))
     code, _, err = call("export", run, f"to={tmp_path}/d", "step=4")
     assert code == 2 and "cannot be used: model.safetensors does not have the content" in err
-    assert "no snapshot of step 5" in call("export", run, f"to={tmp_path}/d", "step=5")[2]
+    assert "no snapshot with step=5" in call("export", run, f"to={tmp_path}/d", "step=5")[2]
     assert not (tmp_path / "d").exists()
 
 
@@ -68,9 +68,8 @@ def test_the_best(run, call, tmp_path):
     store.clear(4)
     code, _, err = call("export", run, f"to={tmp_path}/c", "step=best")
     assert code == 2
-    assert (
-        err == f"snapshot error: there is no snapshot of step 4 at {run}; the newest is of step 8\n"
-    )
+    expected = f"there is no snapshot with step=4 at {run}; the newest one is from step 8"
+    assert err == f"snapshot error: {expected}\n"
 
 
 def test_nothing_is_overwritten_and_no_partial_file_stays(run, call, tmp_path):

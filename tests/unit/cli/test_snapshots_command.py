@@ -238,7 +238,10 @@ def test_prune_refuses_while_the_run_is_running(below, run, call, tmp_path):
         (["list"], "config error: url is missing; give it a value"),
         (["list", ""], "config error: url is empty; name a run directory"),
         (["list", "x", "keep_last=1"], "config error: keep_last is not a key"),
-        (["verify", "nosuch://x"], "config error: url=nosuch://x: no such protocol"),
+        (
+            ["verify", "nosuch://x"],
+            "config error: url=nosuch://x: the protocol nosuch:// is unknown",
+        ),
         (["verify", "s3://a:b@c/d"], "config error: url contains credentials"),
         (["export", "nowhere", "to=s3://a:b@c/d"], "config error: to contains credentials"),
         (["list", "dir://x"], "config error: url=dir://x: dir:// needs more than a URL"),

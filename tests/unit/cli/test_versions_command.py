@@ -87,7 +87,7 @@ def call(monkeypatch, capsys):
         (["HEAD", ".", SEEDS, "run.name=x"], "run.name=x cannot be used with versions"),
         (["HEAD", ".", "-m", SEEDS], "-m cannot be used with versions"),
         (["HEAD", ".", SEEDS, "data.path=http://a:b@c/d"], "data.path"),
-        (["HEAD", ".", "--config-dir=recipe", SEEDS], "the uncommitted changes in . are more"),
+        (["HEAD", ".", "--config-dir=recipe", SEEDS], ". has uncommitted changes of more than"),
     ],
 )
 def test_refused_in_one_line_before_anything_is_written(words, message, project, call):

@@ -181,5 +181,5 @@ def test_token_files_have_the_end_token_of_their_tokenizer(settings, tmp_path):
     encoded = prepare_all(ended)[""]
     assert tokenizer_from_state(encoded.tokenizer).end == 260
     for each in unknown:
-        with pytest.raises(ConfigError, match=r"data.end_token=true: with data.format=tokens name"):
+        with pytest.raises(ConfigError, match=r"data.end_token=true needs a token that ends doc"):
             prepare_all(each)

@@ -54,18 +54,18 @@ def run(target, report, n: int = 1) -> tuple[tuple[int, str], UserError | None]:
 
 def idle(ends: WorkerEnds) -> None:
     ends.open()
-    assert ends.has_pruner, "every rank knows that the evaluations are judged"
+    assert ends.has_pruner, "every rank knows that there is a pruner"
     os._exit(0)
 
 
 def test_evaluations_reach_the_pruner_and_the_error_arrives():
     seen = []
 
-    def judge(step, metrics):
+    def pruner_callback(step, metrics):
         seen.append((step, metrics))
         return "too high" if step == 2 else None
 
-    ended, error = run(evaluate, judge, n=2)
+    ended, error = run(evaluate, pruner_callback, n=2)
     assert seen == [(1, {"loss": 1.0}), (2, {"loss": 0.5})]
     assert ended == (3, "rank 0")
     assert isinstance(error, ConfigError)
@@ -73,11 +73,11 @@ def test_evaluations_reach_the_pruner_and_the_error_arrives():
 
 
 def test_an_error_in_the_pruner_callback_ends_the_workers():
-    def judge(step, metrics):
+    def pruner_callback(step, metrics):
         raise RunError("cannot write study.journal")
 
     with pytest.raises(RunError, match="cannot write"):
-        run(wait_for_signal, judge)
+        run(wait_for_signal, pruner_callback)
 
 
 def test_much_output_does_not_block_a_worker():

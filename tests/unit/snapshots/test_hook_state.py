@@ -14,7 +14,7 @@ from mingpt_ddp.snapshots.hashes import describe_tensors
 from mingpt_ddp.snapshots.hook_state import (
     describe_states,
     pack_state,
-    refuse_other_states,
+    refuse_differing_states,
     unpack_states,
 )
 from mingpt_ddp.snapshots.staging_buffer import encode
@@ -61,7 +61,7 @@ def test_the_file_size_does_not_depend_on_the_digits_of_a_number():
         ({"a": {1}}, "state_dict()['a'] cannot be saved: it holds set"),
         ({"a": {"b": 1}}, "['a'] cannot be saved: it holds dict; use a flat dictionary of numbers"),
         ({"a": [1]}, "state_dict()['a'] cannot be saved: it holds list; use a flat dictionary"),
-        ({1: 2}, "state_dict() cannot be saved: a key is int"),
+        ({1: 2}, "state_dict() cannot be saved: a key has type int"),
         ({"a": torch.ones(1, dtype=torch.complex64)}, "it holds torch.complex64"),
         ({"a": torch.eye(2).to_sparse()}, "['a'] cannot be saved: it holds a sparse, nested or"),
         ({"a": torch.ones(1, device="meta")}, "it holds a sparse, nested or meta tensor"),
@@ -80,7 +80,7 @@ def test_values_that_are_neither_json_nor_tensors_are_refused(state, message):
 )
 def test_a_damaged_state_is_refused(name):
     tensors = pack_state("hook", {"a": 1}) | {name: torch.ones(2)}
-    with pytest.raises(SnapshotError, match="invalid state of hooks"):
+    with pytest.raises(SnapshotError, match="state of the hooks in the snapshot is invalid"):
         unpack_states(tensors, CPU)
 
 
@@ -103,8 +103,8 @@ def described(state):
 def test_a_state_that_differs_between_ranks_is_refused(states, where):
     by_rank = [described(state) for state in states]
     if where is None:
-        refuse_other_states(8, by_rank)
+        refuse_differing_states(8, by_rank)
         return
     expected = f"Average of @acts('update'): state_dict(){where} differs from rank 0 at step 8"
     with pytest.raises(CodeError, match=re.escape(expected)):
-        refuse_other_states(8, by_rank)
+        refuse_differing_states(8, by_rank)

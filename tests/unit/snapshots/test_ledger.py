@@ -18,7 +18,7 @@ def test_the_newest_line_of_a_step(tmp_path):
     ledger.append(4, HASHES, "c" * 64)
     ledger.append(4, {**HASHES, "ema": "e" * 64}, "d" * 64)
     [(step, record)] = ledger.read().items()
-    assert (step, record.step, record.settings) == (4, 4, "d" * 64)
+    assert (step, record.step, record.settings_digest) == (4, 4, "d" * 64)
     assert record.hashes == {**HASHES, "ema": "e" * 64}
 
 

@@ -99,7 +99,8 @@ def test_load_of_the_best(store, tmp_path):
     assert load(run, step="best").step == 4
     assert load(f"{store.url}/step_00000004", step="best").step == 4
     with pytest.raises(
-        SnapshotError, match=r"there is no snapshot of step 5 at .*; the newest is of step 8"
+        SnapshotError,
+        match=r"there is no snapshot with step=5 at .*; the newest one is from step 8",
     ):
         load(run, step=5)
 
@@ -112,7 +113,7 @@ def test_the_location_of_the_last_start_comes_before_older_snapshots(moved):
     assert [load(str(run), step=step).step for step in ("newest", "best", 8)] == [8, 8, 8]
     commit(second, with_best(6, 6))
     assert [load(str(run), step=step).step for step in ("newest", "best", 6)] == [6, 6, 6]
-    with pytest.raises(SnapshotError, match="there is no snapshot of step 8"):
+    with pytest.raises(SnapshotError, match="there is no snapshot with step=8"):
         load(str(run), step=8)
 
 
@@ -120,7 +121,8 @@ def test_the_location_of_the_last_start_comes_before_older_snapshots(moved):
 def test_load_of_the_best_without_one(best, store):
     commit(store, with_best(4, best))
     with pytest.raises(
-        SnapshotError, match=r"there is no snapshot of step best at .*; the newest is of step 4"
+        SnapshotError,
+        match=r"there is no snapshot with step=best at .*; the newest one is from step 4",
     ):
         load(store.url, step="best")
 
@@ -170,7 +172,7 @@ def test_find_steps_lists_unfinished_snapshots_too(store, tmp_path):
     ("path", "reason"),
     [
         ("reference://x", "reference:// needs more than a URL; use a directory or an object store"),
-        ("nosuch://x", "no such protocol as nosuch://"),
+        ("nosuch://x", "the protocol nosuch:// is unknown; check its spelling"),
     ],
 )
 def test_a_recorded_url_that_cannot_be_opened_gives_one_line(path, reason, tmp_path):

@@ -200,8 +200,8 @@ def test_a_range_of_a_file(at, protocol, monkeypatch):
     from mingpt_ddp.storage import storage
     from mingpt_ddp.storage.remote import remote
 
-    monkeypatch.setattr(storage, "CHUNK", 3)
-    monkeypatch.setattr(remote, "PART", 3)
+    monkeypatch.setattr(storage, "CHUNK_BYTES", 3)
+    monkeypatch.setattr(remote, "PART_BYTES", 3)
     files, content = open_storage(at(protocol).url), bytes(range(50))
     files.write("file", content)
     for start, size in ((0, 50), (7, 0), (7, 1), (5, 30), (49, 1)):

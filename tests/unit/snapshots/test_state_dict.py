@@ -152,7 +152,9 @@ def test_an_undeclared_state_is_loaded_unchecked(damage):
 
 def test_a_state_of_another_optimizer_is_refused():
     model, tensors = tensors_of("muon")
-    with pytest.raises(SnapshotError, match="does not consist of exp_avg, exp_avg_sq, step"):
+    with pytest.raises(
+        SnapshotError, match="does not have exactly the entries exp_avg, exp_avg_sq, step"
+    ):
         load_optimizer_state(model, OPTIMIZERS["adamw"](model), tensors)
 
 

@@ -347,7 +347,8 @@ def test_a_newer_format_is_not_reported_as_damage(store):
     rewrite_manifest(store, format=3)
     for look in (store.read_latest, store.newest_state):
         with pytest.raises(
-            SnapshotError, match="step 8 was written by a newer version, in format 3; upgrade"
+            SnapshotError,
+            match="step 8 was written by a newer version, in format 3; upgrade mingpt_ddp",
         ):
             look()
 

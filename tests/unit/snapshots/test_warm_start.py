@@ -271,7 +271,7 @@ def test_a_resume_refuses_other_weights_to_start_from(source, texts, tmp_path):
     with pytest.raises(SnapshotError, match="the run did not start from run"):
         tune(tmp_path, text, trained, two_steps)
     with pytest.raises(
-        SnapshotError, match=r"nothing does not exist; .* nothing is downloaded by a model's name"
+        SnapshotError, match=r"nothing does not exist; .* because nothing is downloaded"
     ):
         tune(tmp_path, text, tmp_path / "nothing", two_steps)
     sizes = ["model=gpt_nano", "model.n_head=4", *FROZEN]

@@ -62,7 +62,7 @@ def test_write_and_read(kind, storage, remote_storage):
 
 def test_the_chunks_make_up_the_file(storage):
     """Each chunk fits in memory, and an empty file has no chunk."""
-    chunk = local.CHUNK if storage.has_flock else remote.PARALLEL * remote.PART
+    chunk = local.CHUNK_BYTES if storage.has_flock else remote.CONCURRENT_PARTS * remote.PART_BYTES
     content = bytes(range(251)) * (chunk // 251 + 9)
     storage.write("file", content)
     parts = [*storage.chunks("file", len(content))]
@@ -174,8 +174,8 @@ def test_known_protocols(url):
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("foo://x", "foo://x: no such protocol as foo://"),
-        ("simplecache::foo://x", "simplecache::foo://x: no such protocol as foo://"),
+        ("foo://x", "foo://x: the protocol foo:// is unknown"),
+        ("simplecache::foo://x", "simplecache::foo://x: the protocol foo:// is unknown"),
         ("reference://x", "reference://x: reference:// needs more than a URL; use a directory"),
         ("filecache://x", "filecache://x: filecache:// needs more than a URL; use a directory"),
         ("https://x/y", "https://x/y: https:// is read-only; use a directory or an object store"),

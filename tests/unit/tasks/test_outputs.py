@@ -1,4 +1,4 @@
-"""What `Task.loss` may return, and how it is averaged."""
+"""The values that `Task.loss` may return, and how they are averaged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Sparse(nn.Module):
 
 
 def test_losses_and_metrics_of_task_and_model():
-    """Several losses are summed; a scalar metric counts as one item."""
+    """Several losses are added up. A scalar metric counts as one item."""
     assert outputs_of(LOSS) == Outputs({"loss": LOSS}, {})
     several = outputs_of({"a": torch.tensor(1.0), "b": torch.tensor(2.5)}).losses
     assert {name: float(loss) for name, loss in several.items()} == {
@@ -38,7 +38,7 @@ def test_losses_and_metrics_of_task_and_model():
 
 
 def test_a_metric_is_weighted_by_its_counts():
-    """Over the micro-batches and the steps of a line of the log, not by means of means."""
+    """The mean is over all items of the micro-batches and steps, and not a mean of means."""
     sums: dict[str, float] = {}
     for correct, n in ((1, 2), (6, 8), (0, 10)):
         shares = outputs_of((LOSS, {"accuracy": (torch.tensor(correct), n)})).shares(3, copies=1)
@@ -51,8 +51,8 @@ def test_a_metric_without_items_is_left_out():
     assert means({"loss": 3.0, "sum/hits": 0.0, "count/hits": 0.0}, steps=2) == {"train/loss": 1.5}
 
 
-def test_shares_keep_no_graph_and_ranks_that_compute_the_same_count_once():
-    """Those of a copy of the model, with tensor parallelism."""
+def test_shares_keep_no_graph_and_ranks_of_one_model_copy_count_once():
+    """With tensor parallelism, the ranks of one copy compute the same values."""
     weight = torch.ones((), requires_grad=True)
     shares = outputs_of((weight * 2, {"accuracy": (weight * 3, 4)})).shares(8, copies=2)
     assert (float(shares["sum/accuracy"]), float(shares["count/accuracy"])) == (1.5, 2.0)
@@ -80,7 +80,7 @@ def test_shares_keep_no_graph_and_ranks_that_compute_the_same_count_once():
         ((LOSS, {"x": ()}), "the metric x must be a scalar"),
     ],
 )
-def test_what_cannot_be_averaged_is_refused(returned, found):
+def test_outputs_that_cannot_be_averaged_are_refused(returned, found):
     with pytest.raises(CodeError, match=f"the task mine: {found}"):
         check_outputs("the task mine", outputs_of(returned))
 
@@ -94,7 +94,7 @@ def test_what_cannot_be_averaged_is_refused(returned, found):
         (LOSS, {"load": 0.5}, "step_metrics must be a method of the model"),
     ],
 )
-def test_what_has_no_names_is_refused(returned, step_metrics, found):
+def test_outputs_without_valid_names_are_refused(returned, step_metrics, found):
     model = Sparse()
     model.step_metrics = step_metrics
     with pytest.raises(CodeError, match=found):

@@ -1,4 +1,4 @@
-"""The format of a run's texts, as its snapshots record it."""
+"""The format of a run's texts is read from its snapshots."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mingpt_ddp.tasks.recorded_text import with_recorded_format
     [
         ({"config": {"data": {"format": "auto"}}}, "auto"),
         ({"config": {"data": {"format": "text"}}}, "text"),
-        ({"config": {"data": {}}}, "text"),  # of versions without the key
-        ({"config": {"data": {"format": [1]}}}, "text"),  # damaged
+        ({"config": {"data": {}}}, "text"),  # versions without the key
+        ({"config": {"data": {"format": [1]}}}, "text"),  # a damaged record
         ({"config": [1]}, "text"),
         (None, "typed"),
     ],
 )
-def test_the_format_of_texts_is_the_recorded_one(state, expected, log_lines):
+def test_texts_have_the_recorded_format(state, expected, log_lines):
     for typed in ("auto", "text"):
         config = from_mapping(configure("data.path=a.txt", f"data.format={typed}"))
         expected_here = typed if expected == "typed" else expected
@@ -34,7 +34,7 @@ def test_the_format_of_texts_is_the_recorded_one(state, expected, log_lines):
     assert with_recorded_format(samples, state, []) is samples
 
 
-def test_another_format_of_texts_than_the_recorded_one_is_refused():
+def test_a_format_that_differs_from_the_recorded_one_is_refused():
     for recorded, decided in (("auto", "jsonl"), ("jsonl", "jsonl"), ("auto", "text")):
         text = {} if decided == "text" else {"format": decided}
         state = {"config": {"data": {"format": recorded}}, "text": text}

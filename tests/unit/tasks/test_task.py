@@ -1,4 +1,4 @@
-"""What tasks make of a batch: losses by name, sums and counts, text for the log."""
+"""Tasks compute losses and metrics from a batch, and describe them in the log."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GROUP = ProcessGroup(DistEnv(), DDPConfig(), job=0)
 
 
 def of_kind(kind: type[Task], **attributes: Any) -> Any:
-    """Return a task without data."""
+    """Return a task of this class without data."""
     task = kind.__new__(kind)
     vars(task).update(attributes)
     return task
@@ -55,8 +55,8 @@ def test_the_number_of_samples_in_a_batch(batch):
     assert batch_length(batch) == 5
 
 
-def test_label_smoothing_is_of_training_alone():
-    """A smoothed target is 1 - 0.3 for the class, and 0.1 for each of three."""
+def test_label_smoothing_applies_only_to_training():
+    """A smoothed target is 1 - 0.3 for the class, plus 0.1 for each of three classes."""
     logits, y = torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, -1.0]]), torch.tensor([0, 2])
     targets = torch.tensor([[0.8, 0.1, 0.1], [0.1, 0.1, 0.8]])
     expected = float(-(targets * logits.log_softmax(1)).sum(1).mean())
@@ -75,10 +75,8 @@ def test_without_metrics_the_mean_losses_are_measured():
     assert (float(total), n) == (21.0, 3)
 
 
-def test_text(one_thread):
-    """The loss is that of the model; accuracy is the share of next tokens that are the
-    likeliest.
-    """
+def test_a_language_model_task(one_thread):
+    """The loss is the model's. Accuracy is the share of next tokens that are the likeliest."""
     config = from_mapping(configure("data.block_size=4"))
     task = text_task(config)
 
@@ -100,7 +98,11 @@ def test_text(one_thread):
         "wiki_loss 2.5000, exact_match 0.3000"
     )
     task.val_texts = {"val_wiki": x}
-    means |= {"wiki_loss": 2.5, "wiki_accuracy": 0.5, "exact_match": 0.3}  # the last of a hook
+    means |= {
+        "wiki_loss": 2.5,
+        "wiki_accuracy": 0.5,
+        "exact_match": 0.3,
+    }  # the last one comes from a hook
     assert task.describe(means).endswith(expected)
     task.dataset.tokenizer = CharTokenizer("abcdefgß")
     metrics = task.metrics(Model(), (x, torch.tensor([[1, 2, 3, 7]])))
@@ -111,7 +113,7 @@ def test_text(one_thread):
     ]
 
 
-def test_what_measure_returns_is_checked_before_training():
+def test_the_return_value_of_measure_is_checked_before_training():
     class Scalar(LanguageModel):
         def measure(self, logits, targets):
             return {**super().measure(logits, targets), "largest": logits.max()}
@@ -124,7 +126,7 @@ def test_what_measure_returns_is_checked_before_training():
         task.check_model(model, (x, x + 1), trained=False)
 
 
-def test_a_task_is_built_with_the_state_that_it_may_keep(monkeypatch):
+def test_a_task_is_built_with_its_recorded_state(monkeypatch):
     class Keeping(Squares):
         @classmethod
         def build(cls, config, group, kept):
@@ -165,13 +167,13 @@ def test_a_task_is_built_with_the_state_that_it_may_keep(monkeypatch):
         ("task=regression data=digits model=convnet +task.label_smoothing=0.1", "not a key"),
     ],
 )
-def test_what_does_not_fit_together(overrides, message):
+def test_task_model_and_data_that_do_not_fit_together(overrides, message):
     with pytest.raises(ConfigError, match=message):
         build_task(from_mapping(configure(*overrides.split())), GROUP).build_model()
 
 
-def test_more_metrics_than_could_be_read_again():
-    """They are refused before training."""
+def test_too_many_metrics_are_refused():
+    """They are refused before training, because they could not be read again."""
 
     class Many(Task):
         config = SimpleNamespace(task=SimpleNamespace(name="many"))

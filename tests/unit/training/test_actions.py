@@ -1,4 +1,4 @@
-"""Hooks with state: it is discarded, rolled back and saved with the steps of the run."""
+"""The state of hooks is discarded, rolled back and saved together with the steps of the run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LIMITS = ["trainer.max_steps=12", "snapshot.every_steps=4", "trainer.eval_every=
 
 
 class Noted:
-    """Note the steps; gradients of step 7 are no numbers."""
+    """A hook that records the steps. It sets the gradients of step 7 to NaN."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -84,8 +84,8 @@ def change(actions: Actions, step: int, values: list[float]) -> None:
     actions.change_gradients(step, model)
 
 
-def test_a_discarded_step_without_a_copy_is_refused_where_it_matters(runtime):
-    """With trainer.on_nonfinite=stop the run ends: there is no copy to go back to."""
+def test_discarding_a_step_needs_a_copy_of_the_state(runtime):
+    """With trainer.on_nonfinite=stop there is no copy, because the run ends."""
     actions = Actions(CONFIG, runtime, [("gradients x", Noted)])
     change(actions, 1, [1.0])
     actions.discard()
@@ -94,7 +94,7 @@ def test_a_discarded_step_without_a_copy_is_refused_where_it_matters(runtime):
 
 
 def test_a_snapshot_of_other_hooks(runtime):
-    """Without the state of a hook, that begins anew; also after a rollback."""
+    """A hook whose state the snapshot lacks begins anew, also after a rollback."""
     saved = Actions(CONFIG, runtime, [("update x", Noted)])
     actions = Actions(CONFIG, runtime, [("gradients x", Noted)])
     change(actions, 1, [1.0])
@@ -107,7 +107,7 @@ def test_a_snapshot_of_other_hooks(runtime):
         Actions(CONFIG, runtime, [("update x", Noted), ("update y", Noted)])
 
 
-def test_random_numbers_of_a_hook_are_keyed(runtime):
+def test_random_numbers_of_a_hook_depend_on_its_key(runtime):
     drawn: list[float] = []
 
     def noise(step: int, gradients: dict[str, Tensor]) -> None:
@@ -138,7 +138,7 @@ class Lossy(Noted):
 
 
 class LossyEvaluation(Lossy):
-    """Count evaluations."""
+    """A hook that counts evaluations."""
 
     event = "evaluation"
 
@@ -229,7 +229,7 @@ remembering.event = "update"  # type: ignore[attr-defined]
 
 
 def greedy(step: int, gradients: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
-    """Take more than there is."""
+    """A hook that allocates more memory than there is."""
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def greedy(step: int, gradients: dict[str, Tensor], weights: dict[str, Tensor]) 
         (text, "the metric largest must be a scalar"),
     ],
 )
-def test_what_would_not_resume_exactly_is_refused(hook, message, runtime):
+def test_hooks_that_would_not_resume_exactly_are_refused(hook, message, runtime):
     event = getattr(hook, "event", "gradients")
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(BUILDERS["action"], f"{event} mine.hook", hook)
@@ -276,7 +276,7 @@ def test_what_would_not_resume_exactly_is_refused(hook, message, runtime):
 
 
 def preflight(runtime: Runtime) -> None:
-    """Take the trial steps of a task with a metric `accuracy`, as rank zero does before a run."""
+    """Take the trial steps that rank zero takes before a run. The task has a metric `accuracy`."""
     task: Any = text_task(CONFIG)
     loss, metrics = task.loss, task.metrics
     task.loss = lambda model, batch: (loss(model, batch), {"accuracy": 0.5})
@@ -304,7 +304,7 @@ class Measuring(Noted):
         ("rows", lambda step, gradients: None, False),
     ],
 )
-def test_state_needs_all_weights_on_every_rank(weights, hook, refused, monkeypatch):
+def test_hooks_of_weights_need_all_weights_on_every_rank(weights, hook, refused, monkeypatch):
     monkeypatch.setitem(BUILDERS["action"], "gradients noted", hook)
     ddp = SimpleNamespace(sync_batchnorm=False)
     strategy: Any = SimpleNamespace(weights=weights, ddp=ddp)

@@ -1,4 +1,4 @@
-"""When the anomaly policy rejects a step."""
+"""The anomaly policy rejects steps with non-finite numbers or a spike of the loss."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONFIG = from_mapping(configure("model=gpt_nano", "trainer.device=cpu"))
 def policy(
     state: TrainState | None = None, spike_factor: float | None = None, scaled: bool = False
 ) -> AnomalyPolicy:
-    """Return the policy of a run whose other parts it does not need."""
+    """Return the policy of a run. The other parts of the run are left out."""
     config = replace(CONFIG, trainer=replace(CONFIG.trainer, spike_factor=spike_factor))
     runtime = Runtime(config, DistEnv())
     runtime.scaler = torch.amp.GradScaler("cpu", enabled=scaled)
@@ -45,17 +45,17 @@ def policy(
         (-math.inf, 1.0, False, "loss -inf and gradient norm 1.0"),
         (1.0, math.nan, False, "loss 1.0 and gradient norm nan"),
         (1e30, 1e30, False, None),
-        # an overflow of scaled gradients is none; a loss is never scaled
+        # An overflow of scaled gradients is not an anomaly. A loss is never scaled.
         (1.0, math.inf, True, None),
         (math.nan, 1.0, True, "loss nan and gradient norm 1.0"),
     ],
 )
-def test_what_is_an_anomaly(loss, norm, scaled, found):
+def test_which_steps_are_anomalies(loss, norm, scaled, found):
     assert policy(scaled=scaled).find_anomaly(loss, norm) == found
 
 
 def test_a_spike_is_above_the_decaying_average():
-    """Without a factor there is none: snapshots do not change."""
+    """Without trainer.spike_factor there is no average, and snapshots have no such entry."""
     spikes = policy(spike_factor=2)
     assert spikes.find_anomaly(1e9, 1.0) is None, "there is no average to compare with yet"
     spikes.on_step_accepted(1, 3.0)
@@ -71,7 +71,7 @@ def test_a_spike_is_above_the_decaying_average():
 
 @pytest.mark.parametrize(("step", "skips"), [(8, 3), (10, 0)])
 def test_an_accepted_step_resets_the_count_of_skips(step, skips):
-    """Not one that is repeated after a rollback."""
+    """A step that is repeated after a rollback does not reset it."""
     state = TrainState(consecutive_skips=3, skipped_steps=[7, 9])
     policy(state).on_step_accepted(step, 1.0)
     assert state.consecutive_skips == skips

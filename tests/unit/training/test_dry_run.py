@@ -1,4 +1,4 @@
-"""Trial steps refuse user code that would not resume exactly, before anything is written."""
+"""Trial steps refuse user code that would not resume exactly before anything is written."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def runtime(config) -> Runtime:
 
 @pytest.fixture
 def preflight(config, runtime, monkeypatch):
-    """Return a function that checks a model and an optimizer, either of which may be built in."""
+    """Return a function that checks a model and an optimizer. By default both are built in."""
 
     def run(model=None, optimizer=None, ranks: int = 1) -> None:
         for group in ("model", "optimizer"):
@@ -89,7 +89,7 @@ class Plain(nn.Module):
 
 
 class PlainSGD(torch.optim.Optimizer):
-    """Plain SGD, to which the classes below add state."""
+    """Plain SGD. The classes below add state to it."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -105,7 +105,7 @@ class PlainSGD(torch.optim.Optimizer):
 
 
 class WithBuffer(Plain):
-    """A running mean, as in batch normalization, and a mask."""
+    """A model with buffers: a running mean, as in batch normalization, and a mask."""
 
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
@@ -130,11 +130,11 @@ class Tied(Plain):
 
 
 class NumericState(PlainSGD):
-    """Numbers of every type, and tensors with another dtype and shape than the parameter."""
+    """An optimizer whose state has numbers of every type, and tensors unlike the parameter."""
 
     def scale(self, parameter, state):
         state["step"] = state.get("step", 0) + 1
-        state["fine"] = state.get("fine", 0.1) * 1.1  # float32 would not be enough
+        state["fine"] = state.get("fine", 0.1) * 1.1  # needs more precision than float32
         state["odd"] = not state.get("odd", False)
         state["sum"] = state.get("sum", torch.zeros(3, dtype=torch.float64)) + 1 / 3
         state["nothing"] = None
@@ -148,7 +148,7 @@ class RandomStep(PlainSGD):
 
 
 class BFloat16(Plain):
-    """Everything in bf16, including the loss."""
+    """A model that computes everything in bf16, including the loss."""
 
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
@@ -283,7 +283,7 @@ class Sum(Plain):
         ),
         (LogitsOfTheLast, r"model\(tokens\) must return logits of shape \(2, 1, 5\), not \(2, 5\)"),
         (Losses, r"model\(tokens, targets\) must return the mean loss, a scalar, not \(8,\)"),
-        (Complex, "the model's phases cannot be saved: torch.complex64"),
+        (Complex, "the model's phases cannot be saved: its type is torch.complex64"),
         (lambda *_: "no module", "the model own must be an nn.Module, not str"),
     ],
 )
@@ -333,7 +333,10 @@ class ColonInName(PlainSGD):
             "the optimizer own would not resume exactly: its step depends on more than",
         ),
         (StateInGroup, "the optimizer own would not resume exactly: its step depends on more than"),
-        (StringState, "the optimizer's state 'phase' of scores.weight cannot be saved: str"),
+        (
+            StringState,
+            "the optimizer's state 'phase' of scores.weight cannot be saved: its type is str",
+        ),
         (
             SharedState,
             r"the optimizer's state\['all'\] cannot be saved: its key is not a parameter",
@@ -362,7 +365,7 @@ def test_parameters_without_gradients_are_refused_with_several_ranks(preflight):
 
 
 class Sometimes(Unused):
-    """Stochastic depth: a layer runs in some micro-batches, as torch's generator draws."""
+    """A model with stochastic depth: a layer runs in some micro-batches, drawn at random."""
 
     def hidden(self, tokens):
         x = super().hidden(tokens)
@@ -378,7 +381,7 @@ def test_parameters_without_a_gradient_in_one_micro_batch_are_refused_too(prefli
 
 
 class NeedsGradients(PlainSGD):
-    """Fails without a gradient, which must not hide why there is none."""
+    """An optimizer that fails without a gradient. Its error must not hide why there is none."""
 
     def scale(self, parameter, state):
         return float(parameter.grad.norm() > -1)

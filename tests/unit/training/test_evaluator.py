@@ -1,4 +1,4 @@
-"""The validation loss covers the whole text, every character but the first exactly once."""
+"""The validation loss covers the whole text: every character except the first, exactly once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mingpt_ddp.training.evaluation.evaluator import Evaluator, means_of_ranks
 torch.set_num_threads(1)  # more threads only slow down tensors this small
 
 T, V = 8, 11
-# the rest behind the whole windows is 0, 1, ...
+# Behind the whole windows, 0, 1 or more characters are left over.
 LENGTHS = [2, T, T + 1, T + 2, 5 * T + 1, 103]
 
 
@@ -40,9 +40,9 @@ def text(length: int) -> np.ndarray:
 
 
 class MeanOfTargets(nn.Module):
-    """A model that records the targets that are evaluated.
+    """A model that records the evaluated targets.
 
-    Their mean is the loss of `evaluator`'s task.
+    The task of `evaluator` uses their mean as the loss.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ def evaluator(tokens: np.ndarray, runtime: Runtime, windows: int | None = None) 
 @pytest.mark.parametrize("per_batch", [1, 2 * T])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_every_character_is_predicted_once(runtime, monkeypatch, length, per_batch):
-    """The characters are their own positions, so that each can be identified.
+    """Each character is its own position, so that it can be identified.
 
     The mean is over characters.
     """
@@ -81,18 +81,18 @@ def test_every_character_is_predicted_once(runtime, monkeypatch, length, per_bat
     model = MeanOfTargets()
     loss = evaluator(np.arange(length, dtype=np.uint16), runtime).run(model, "val")["loss"]
     assert model.seen == list(range(1, length))
-    assert loss == pytest.approx(length / 2)  # the mean of 1 .. length - 1
+    assert loss == pytest.approx(length / 2)  # the mean of 1 to length - 1
 
 
 class Thirds(LanguageModel):
-    """A user's task with a metric of its own."""
+    """A user's task with its own metric."""
 
     def measure(self, logits, targets):
         third = targets == self.tokenizer.encode("c")[0]
         return {**super().measure(logits, targets), "thirds": (third.sum(), targets.numel())}
 
 
-def test_a_metric_of_the_logits_costs_no_forward_pass(runtime, monkeypatch):
+def test_a_metric_of_the_logits_needs_no_extra_forward_pass(runtime, monkeypatch):
     monkeypatch.setattr(dataloader, "EVALUATION_BATCH_TOKENS", T)
     model = build_model(gpt_config(n_layer=1), V, T)
     calls = []
@@ -112,7 +112,7 @@ def test_a_metric_of_the_logits_costs_no_forward_pass(runtime, monkeypatch):
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_the_first_evaluation_must_fit_into_memory(runtime, is_first):
-    """Later, other processes may have taken the memory."""
+    """In a later evaluation, other processes may have taken the memory."""
     evaluating = evaluator(text(T + 1), runtime)
     if not is_first:
         evaluating.run(MeanOfTargets(), "val")
@@ -129,7 +129,7 @@ def test_the_first_evaluation_must_fit_into_memory(runtime, is_first):
 @pytest.mark.parametrize("per_batch", [2 * T])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_the_loss_equals_that_of_a_naive_loop(runtime, monkeypatch, length, per_batch):
-    """One character after the other, each from those before it in its window."""
+    """The loop predicts one character after another, each from those before it in its window."""
     monkeypatch.setattr(dataloader, "EVALUATION_BATCH_TOKENS", per_batch)
     torch.manual_seed(0)
     model = build_model(gpt_config(n_layer=1, dropout=0.5, bias=False), V, T)
@@ -151,8 +151,8 @@ def test_the_loss_equals_that_of_a_naive_loop(runtime, monkeypatch, length, per_
 
 @pytest.mark.parametrize("windows", [1, 3, 12, 13, 99])
 def test_a_sample_of_windows(runtime, monkeypatch, windows):
-    """103 characters have 12 full windows: a sample has each at most once, and is always the
-    same.
+    """103 characters have 12 full windows. A sample has each window at most once, and is always
+    the same.
     """
     monkeypatch.setattr(dataloader, "EVALUATION_BATCH_TOKENS", 2 * T)
     seen = []

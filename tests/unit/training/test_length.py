@@ -1,4 +1,4 @@
-"""The number of steps of a run: its limits, and what trainer.max_minutes makes of timed steps."""
+"""The number of steps of a run: its limits, and how trainer.max_minutes derives it from timing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def config_of(*overrides: str) -> Config:
 
 
 class Clock:
-    """A run whose steps take the seconds that it is told."""
+    """A run whose steps take a given time."""
 
     def __init__(self, monkeypatch: Any, *overrides: str, state: TrainState | None = None) -> None:
         self.seconds = 100.0
@@ -41,7 +41,7 @@ class Clock:
         self.timer = StepTimer(self.length, self.meter)
 
     def train(self, until: int, step_s: float) -> None:
-        """Train up to a step, or the end."""
+        """Train up to this step, or to the end of the run."""
         while self.state.step < min(until, self.length.steps):
             step = self.state.step + 1
             self.seconds += step_s
@@ -69,20 +69,22 @@ def test_a_run_ends_at_the_smallest_of_its_limits(limits, steps):
 @pytest.mark.parametrize(
     ("overrides", "fixed_at"),
     [
-        (MINUTE, 60),  # of 600 steps
+        (MINUTE, 60),  # a tenth of 600 steps
         (CONSTANT, 60),
         ([*MINUTE, "optimizer.warmup_steps=0"], 60),
         ([*MINUTE, "optimizer.warmup_steps=90"], 90),
         ([*MINUTE, "optimizer.warmup_steps=90", "optimizer.schedule_steps=500"], 60),
-        ([*MINUTE, "trainer.max_minutes=0.1"], 30),  # the warm-up
+        ([*MINUTE, "trainer.max_minutes=0.1"], 30),  # the length of the warm-up
         ([*CONSTANT, "trainer.max_minutes=0.1"], 12),  # ten timed steps
     ],
 )
-def test_a_tenth_of_the_minutes_and_the_warm_up_fix_the_number(monkeypatch, overrides, fixed_at):
+def test_the_number_is_fixed_after_a_tenth_of_the_minutes_and_the_warm_up(
+    monkeypatch, overrides, fixed_at
+):
     clock = Clock(monkeypatch, *overrides)
     clock.train(fixed_at - 4, step_s=0.1)
     assert (clock.length.known_steps, clock.length.is_fixed) == (None, False)
-    clock.train(fixed_at + 4, step_s=0.1)  # steps are timed in blocks
+    clock.train(fixed_at + 4, step_s=0.1)  # a few steps more, because they are timed in blocks
     minutes = clock.length.trainer.max_minutes
     assert clock.length.known_steps == pytest.approx(600 * minutes, abs=1)
     before = clock.length.steps
@@ -90,8 +92,8 @@ def test_a_tenth_of_the_minutes_and_the_warm_up_fix_the_number(monkeypatch, over
     assert clock.state.step == clock.length.steps == before, "from now on the clock decides nothing"
 
 
-def test_slow_steps_count_as_taken_and_do_not_set_the_pace(monkeypatch):
-    """The machine is busy for 3 of the first 6 seconds: 57 seconds are left for fast steps."""
+def test_slow_steps_use_up_time_but_do_not_set_the_pace(monkeypatch):
+    """The machine is busy for 3 of the first 6 seconds. Then 57 seconds are left for fast steps."""
     clock = Clock(monkeypatch, *CONSTANT)
     clock.train(22, step_s=0.05)
     clock.train(24, step_s=1.0)
@@ -104,7 +106,7 @@ def test_slow_steps_count_as_taken_and_do_not_set_the_pace(monkeypatch):
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
 def test_the_rate_decays_from_the_step_that_fixes_the_number(monkeypatch, schedule):
-    """Then to the last step, as if both were typed; a resume knows that step."""
+    """It decays to the last step, as if both steps were configured. A resume knows the step."""
     overrides = [*MINUTE, f"optimizer.schedule={schedule}"]
     clock = Clock(monkeypatch, *overrides)
     config = config_of(*overrides)
@@ -138,8 +140,8 @@ def test_the_first_steps_of_a_start_and_pauses_are_not_timed(monkeypatch):
     assert clock.length.steps == pytest.approx(600, abs=1)
 
 
-def test_what_was_trained_before_a_kill_counts(monkeypatch):
-    """Two attempts, the second at half the pace, until the number is fixed; then it is kept."""
+def test_training_time_before_a_kill_counts(monkeypatch):
+    """The second attempt runs at half the pace until the number is fixed. It is then kept."""
     first = Clock(monkeypatch, *CONSTANT)
     first.train(42, step_s=0.1)
     assert not first.length.is_fixed
@@ -175,7 +177,7 @@ def test_minutes_that_end_before_the_number_is_fixed_end_the_run(monkeypatch, ca
     ]
 
 
-def test_more_minutes_after_too_few_are_reckoned_from_the_time_of_the_steps(monkeypatch):
+def test_if_minutes_are_raised_later_the_number_follows_from_the_timed_steps(monkeypatch):
     clock = Clock(monkeypatch, *MINUTE, "trainer.max_minutes=1e-5")
     clock.train(100, step_s=6.0)
     assert clock.state.step == clock.length.known_steps == 3
@@ -203,18 +205,18 @@ def test_another_limit_that_is_smaller_is_named(monkeypatch, caplog):
     [
         (TrainState(step=70, timed_steps=50, timed_seconds=5.0), 600),
         (TrainState(step=70, timed_steps=50, timed_seconds=5.0, block_paces=[0.1, 0.2, 9]), 335),
-        (TrainState(step=40, wall_seconds=8.0), 300),  # of a version that timed no steps
+        (TrainState(step=40, wall_seconds=8.0), 300),  # from a version that did not time steps
         (TrainState(), None),
         (TrainState(step=29, wall_seconds=8.0), None),
         (TrainState(step=29, timed_steps=20, timed_seconds=60.0), 29),
     ],
 )
-def test_a_snapshot_beyond_the_warmup_has_the_time_of_its_steps(state, steps):
+def test_a_snapshot_from_after_the_warmup_has_the_time_of_its_steps(state, steps):
     length = RunLength(config_of(*MINUTE), 10, state)
     assert (length.known_steps or length.steps_from_pace(state.step)) == steps
 
 
-def test_a_loop_that_times_no_steps_refuses_minutes():
+def test_a_training_loop_that_does_not_time_steps_refuses_max_minutes():
     with pytest.raises(
         ConfigError, match=r"trainer.max_minutes works only if the steps are timed; set"
     ):

@@ -1,4 +1,4 @@
-"""A run that does not fit into memory is refused, with what to change."""
+"""A run that does not fit into memory is refused with advice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mingpt_ddp.training.memory import refuse_out_of_memory
 
 
 def refuse(*overrides: str, ranks: int = 1, weights: str = "whole"):
-    """Return the context of a step of a run on rank 1."""
+    """Return the context manager in which rank 1 runs a step."""
     config = from_mapping(configure(*overrides))
     strategy = SimpleNamespace(weights=weights)
     group = SimpleNamespace(rank=1, world_size=ranks)
@@ -35,7 +35,7 @@ def refuse(*overrides: str, ranks: int = 1, weights: str = "whole"):
         (ValueError("out of memory"), False),
     ],
 )
-def test_which_errors_are_of_memory(error, expected):
+def test_which_errors_count_as_out_of_memory(error, expected):
     assert is_out_of_memory(error) is expected
     with (
         pytest.raises(ConfigError if expected else type(error)),
@@ -61,7 +61,7 @@ FSDP = "set ddp.strategy=fsdp"
         (["ddp.comm_hook=fp16"], {"ranks": 2}, [BATCH, CHECKPOINTING]),
     ],
 )
-def test_what_helps(overrides, state, expected):
+def test_the_advice_names_keys_that_help(overrides, state, expected):
     with (
         pytest.raises(ConfigError) as refused,
         refuse(*overrides, **state),

@@ -1,4 +1,4 @@
-"""What hooks have measured of the micro-batches of a step, put in order."""
+"""Measurements that hooks make of micro-batches are gathered from all ranks and sorted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mingpt_ddp.training.hooks.micro_batches import as_numbers, stack
 
 
 def test_measurements_of_all_ranks_are_in_the_order_of_the_micro_batches():
-    """Micro-batch j has run on rank j mod world size; the last rank has one less."""
+    """Micro-batch j ran on rank j mod world size. The last rank has one micro-batch less."""
     by_rank = [[{"a": [0.0, 0.1]}, {"a": [2.0, 0.1]}], [{"a": [1.0, 0.1]}]]
     assert stack(by_rank, "hook")["a"].tolist() == [[0.0, 0.1], [1.0, 0.1], [2.0, 0.1]]
     assert stack([[{"a": 0.1}]], "hook")["a"].tolist() == [0.1]

@@ -1,5 +1,7 @@
-"""When a snapshot is due, by Young's interval too, which test_availability.py simulates. And what
-counts as a stall of training on a device that works behind the host.
+"""The times at which snapshots are due, and the stalls that they cause.
+
+test_availability.py simulates Young's interval. A device may run behind the host, so that not every
+wait of the host is a stall of training.
 """
 
 from __future__ import annotations
@@ -33,18 +35,18 @@ DAY = 86_400.0  # seconds
         (2, 10_000, 1, 200),  # Young: sqrt(2 * 2 * 10,000)
         (0, 1000, 7, 7),
         (2, 100, 60, 60),  # the asynchronous write takes longer than Young's interval
-        (8, 100, 10, 80),  # training goes on, however often it fails
+        (8, 100, 10, 80),  # the run trains for a while between saves, however often it fails
     ],
 )
 def test_an_automatic_interval(cost, mtbf, durable, expected):
     assert automatic_interval(cost, mtbf, durable) == expected
 
 
-# By the clock
+# Snapshots that are due by the clock
 
 
 class Clock:
-    """Stands for the module time; it moves only when told to."""
+    """Stands in for the module time. It moves only when a test sets it."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -63,7 +65,7 @@ def clock(monkeypatch) -> Clock:
 
 
 def schedule_by_clock(*overrides: str, state: TrainState | None = None) -> tuple[Any, Any]:
-    """Return the schedule of a run, and the manager that it asks."""
+    """Return the schedule of a run, and its snapshot manager."""
     config = from_mapping(configure(*overrides))
     manager = SimpleNamespace(durable_s=None, last_step=None, wait=lambda: True)
     run: Any = SimpleNamespace(config=config, state=state or TrainState(), snapshots=manager)
@@ -72,7 +74,7 @@ def schedule_by_clock(*overrides: str, state: TrainState | None = None) -> tuple
 
 
 def seconds_until_due(schedule: SaveSchedule, clock: Clock) -> float:
-    """Return after how many seconds a snapshot is due, to 0.1%; infinity if never."""
+    """Return the number of seconds until a snapshot is due, to 0.1%. Infinity means never."""
     begin, low, high = clock.now, 0.0, 1e7
     clock.now = begin + high
     if not schedule.is_due():
@@ -93,11 +95,11 @@ MEASURED = TrainState(save_stall_s=2.0, save_durable_s=3.0)
     [
         (["every_steps=7"], TrainState(), math.inf),
         (["every_steps=null", "every_minutes=2"], TrainState(), 120),
-        # the first one measures the cost: early where failures are frequent
+        # The first snapshot measures the cost. If failures are frequent, it comes early.
         (["every_steps=auto", "mtbf_hours=240"], TrainState(), 30),
         (["every_steps=auto", "mtbf_hours=24"], TrainState(), 30),
         (["every_steps=auto", f"mtbf_hours={1 / 60}"], TrainState(), 0.8),
-        # a restarted attempt knows the cost
+        # A restarted attempt knows the cost.
         (["every_steps=auto", "mtbf_hours=24"], MEASURED, automatic_interval(2, DAY, 3)),
     ],
 )
@@ -105,7 +107,7 @@ def test_when_a_snapshot_is_due(settings, state, expected, clock):
     schedule, _ = schedule_by_clock(*(f"snapshot.{each}" for each in settings), state=state)
     assert seconds_until_due(schedule, clock) == pytest.approx(expected, rel=0.02)
     clock.now += 10
-    schedule.begin()  # the time until then was a part of the start
+    schedule.begin()  # the time until here belongs to the start
     assert seconds_until_due(schedule, clock) == pytest.approx(expected, rel=0.02)
 
 
@@ -118,11 +120,11 @@ def test_the_time_until_training_begins_is_startup(clock):
     assert (state.wasted_seconds, state.wall_seconds) == (5.0, 3.0)
 
 
-# On a device that works behind the host
+# On a device that runs behind the host
 
 
 class Staging:
-    """A manager whose save is staged, or its save in progress done, at a time of the host."""
+    """A manager whose staging, or save in progress, is done at a given time of the host."""
 
     quick_deadline = math.inf
     durable_s: float | None = None
@@ -145,7 +147,7 @@ class Staging:
 
 
 def schedule_of(staged_at: float, every_steps: str = "1") -> tuple[SaveSchedule, QueuedDevice]:
-    """Return the schedule of a run that has queued the passes of a step, of 10 seconds."""
+    """Return the schedule of a run that has queued the passes of a step. They take 10 seconds."""
     config = from_mapping(configure("trainer.device=cpu", f"snapshot.every_steps={every_steps}"))
     device = QueuedDevice(Runtime(config, DistEnv()))
     meter = Meter(device, 1, "tokens")
@@ -158,7 +160,7 @@ def schedule_of(staged_at: float, every_steps: str = "1") -> tuple[SaveSchedule,
 
 @pytest.mark.parametrize(("staged_at", "stall_s"), [(4.0, 0.0), (13.0, 3.0)])
 @pytest.mark.parametrize("call", ["wait_for_staging", "maybe_save"])
-def test_passes_that_a_device_still_computes_are_no_stall(call, staged_at, stall_s):
+def test_waiting_for_passes_of_the_device_is_not_a_stall(call, staged_at, stall_s):
     schedule, _ = schedule_of(staged_at)
     if call == "wait_for_staging":
         schedule.wait_for_staging()
@@ -171,13 +173,13 @@ def test_passes_that_a_device_still_computes_are_no_stall(call, staged_at, stall
 def test_the_host_waits_for_the_device_only_if_it_must_wait_anyway():
     schedule, device = schedule_of(staged_at=0.0)
     schedule.wait_for_staging()
-    schedule.manager.quick_deadline = 0.0  # a slow save is asked, not waited for
+    schedule.manager.quick_deadline = 0.0  # a slow save is polled, not waited for
     schedule.maybe_save(is_due=True)
     assert device.time == 0.0
 
 
 def test_the_first_snapshot_measures_the_cost(clock):
-    """When it is committed: its stall of 3 seconds, and how long it took to be durable."""
+    """Once it is committed, its stall of 3 seconds and the time until it was durable are known."""
     schedule, _ = schedule_of(staged_at=13.0, every_steps="auto")
     schedule.wait_for_staging()
     assert seconds_until_due(schedule, clock) == pytest.approx(30, rel=0.02)
@@ -189,8 +191,8 @@ def test_the_first_snapshot_measures_the_cost(clock):
     assert seconds_until_due(schedule, clock) == pytest.approx(expected, rel=0.02)
 
 
-def test_the_cost_is_a_moving_mean_of_snapshots_that_were_committed(monkeypatch):
-    """Training may have waited a minute for a storage that was down: that is no cost."""
+def test_the_cost_is_a_moving_mean_over_committed_snapshots(monkeypatch):
+    """If training waits a minute because the storage is down, this is not a cost."""
     schedule, device = schedule_of(staged_at=13.0, every_steps="auto")
     monkeypatch.setattr(save_schedule, "snapshot_state", lambda *_: {})
     monkeypatch.setattr(save_schedule, "with_loaded_files", lambda *_: {})

@@ -1,6 +1,4 @@
-"""What a run logs at its start: differences from earlier attempts, and nothing if there are
-none.
-"""
+"""At its start, a run logs its differences from earlier attempts, if there are any."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ NAME = "gpt-adamw"
 
 @pytest.fixture(autouse=True)
 def cwd(tmp_path, monkeypatch) -> Path:
-    """The working directory: a run of STEPS steps."""
+    """Create a working directory with a run of STEPS steps."""
     shutil.copytree(DATA / NAME, tmp_path / "cwd")
     monkeypatch.chdir(tmp_path / "cwd")
     return tmp_path / "cwd"
@@ -53,11 +51,11 @@ def test_a_limit_below_the_snapshot(log_lines):
     )
 
 
-# What a resume changes
+# Changes since the last attempt
 
 
-def test_a_resume_says_what_has_changed_and_how_many_steps_are_left(log_lines, cwd):
-    """The table compares with the snapshot, and there is none without a change."""
+def test_a_resume_logs_its_changes_and_the_number_of_steps_left(log_lines, cwd):
+    """The table compares the run with its snapshot. Without a change there is no table."""
     shutil.rmtree("run")
     train(NAME, STEPS)
     assert lines_with(log_lines, "changed") == []
@@ -128,7 +126,7 @@ def test_settings_of_a_run_without_a_snapshot_are_compared_with_its_last_start(l
     ],
 )
 def test_the_rates_of_the_optimizer_are_named(words, line, is_logged, log_lines, tmp_path):
-    """Muon's rate is of another size than AdamW's."""
+    """Muon's learning rate has another magnitude than AdamW's."""
     limits = ["trainer.max_steps=60", "trainer.max_epochs=null", "trainer.device=cpu"]
     config = from_mapping(configure("model=gpt_nano", *limits, *words.split()))
     runtime = Runtime(config, DistEnv())
@@ -142,7 +140,7 @@ def test_the_rates_of_the_optimizer_are_named(words, line, is_logged, log_lines,
 
 @pytest.mark.parametrize("reached", [f"step {STEPS}", None])
 def test_deleted_snapshots_are_reported(reached, log_lines):
-    """Also if a kill came before the second line of metrics.jsonl, which has the step."""
+    """They are reported even if a kill came before metrics.jsonl has a line with a step."""
     shutil.rmtree("run/snapshots")
     if reached is None:
         Path("run/metrics.jsonl").write_text('{"start": 1.0, "step": 0, "world_size": 1}\n')
@@ -165,7 +163,7 @@ def test_a_new_run_reports_no_deleted_snapshots(log_lines):
 
 
 def test_goodput_counts_from_the_first_start(monkeypatch, cwd, log_lines):
-    """Also if the run was off for a day."""
+    """The run may have been off for a day."""
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 86_400)
     train(NAME, MORE_STEPS)
@@ -175,14 +173,15 @@ def test_goodput_counts_from_the_first_start(monkeypatch, cwd, log_lines):
     pattern = r"INFO goodput \d+\.\d%: starts, pauses, snapshots and repeated steps took .+ of .+"
     assert re.fullmatch(pattern, line)
     monkeypatch.setattr(time, "time", lambda: real() + 7 * 86_400)
-    train(NAME, MORE_STEPS)  # it is complete
+    train(NAME, MORE_STEPS)  # the run is already complete
     again = json.loads((cwd / "run" / "result.json").read_text())
     assert again["goodput"] > result["goodput"] / 3
 
 
 def test_a_clock_that_goes_back(log_lines, monkeypatch, cwd):
-    """By 60 days at the start, and further whenever it is read: no time is negative, goodput is a
-    share.
+    """It goes back by 60 days at the start, and further whenever it is read.
+
+    No time is negative, and goodput stays between 0 and 1.
     """
     real, calls = time.time, itertools.count()
 
@@ -203,7 +202,7 @@ STAGES = ("processes", "rendezvous", "run directory", "data", "model and snapsho
 
 
 def test_the_stages_of_a_start_add_up(log_lines):
-    """A short run logs no goodput."""
+    """A short run does not log goodput."""
     train(NAME, MORE_STEPS)
     (whole,) = lines_with(log_lines, "the first step was done after")
     (line,) = lines_with(log_lines, "of these:")
@@ -215,7 +214,7 @@ def test_the_stages_of_a_start_add_up(log_lines):
 
 
 def test_the_first_new_step_after_repeated_ones(cwd, log_lines):
-    """The last attempt has logged two steps after its last snapshot."""
+    """The last attempt has logged two steps after its last snapshot, so they are repeated."""
     with open(cwd / "run" / "metrics.jsonl", "a") as file:
         file.write(f'{{"step": {STEPS + 1}, "train_loss": 2.0}}\n')
     train(NAME, MORE_STEPS)
@@ -227,11 +226,13 @@ def test_the_process_start_time_does_not_depend_on_the_clock(monkeypatch):
     begin = process_start_time()
     assert begin <= time.monotonic()
     monkeypatch.setattr(time, "time", lambda: 0.0)
-    assert process_start_time() == pytest.approx(begin, abs=60)  # s: another clock is years off
+    assert process_start_time() == pytest.approx(
+        begin, abs=60
+    )  # seconds; another clock would be years off
 
 
 def test_a_state_that_could_not_be_read_again_is_refused(cwd):
-    """Before anything is written; e2e/test_many_texts.py has a configuration that is too long."""
+    """It is refused before anything is written. e2e/test_many_texts.py has a long configuration."""
     before = sorted(cwd.rglob("*"))
     task = text_task(configuration(NAME, MORE_STEPS))
     task.state = lambda: {"vocabulary": "x" * 15_900_000}
@@ -242,7 +243,7 @@ def test_a_state_that_could_not_be_read_again_is_refused(cwd):
     assert sorted(cwd.rglob("*")) == before
 
 
-def test_more_steps_than_metrics_have_room_for(log_lines):
+def test_more_steps_than_metrics_jsonl_can_hold(log_lines):
     log_every = 10
     assert full_metrics_warning(log_every, 1_000_000) is None
     full = full_metrics_warning(log_every, 20_000_000)
@@ -252,7 +253,7 @@ def test_more_steps_than_metrics_have_room_for(log_lines):
 @pytest.mark.parametrize(
     ("load", "cores", "is_warned"), [(2.9, 2, False), (3.0, 2, True), (9, 8, False)]
 )
-def test_a_busy_machine_is_one_line(load, cores, is_warned, caplog):
+def test_a_busy_machine_gives_one_line(load, cores, is_warned, caplog):
     caplog.set_level("INFO")
     log_load(load, cores)
     lines = [record.getMessage() for record in caplog.records]

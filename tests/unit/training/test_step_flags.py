@@ -1,4 +1,4 @@
-"""What the ranks exchange in a step."""
+"""The flags and losses that the ranks exchange in a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ QUIET = [0.0, 0.0, 0.0, 0.0, 0.0]  # interrupted, saving, a save is due, loss, s
 
 
 class Gathering:
-    """A process group whose other ranks send these rows after this one's, or before it."""
+    """A process group whose other ranks send these rows, after or before this rank's row."""
 
     def __init__(self, *others: list[float], is_rank_zero: bool = True) -> None:
         self.others = others
@@ -34,7 +34,7 @@ def flags_of(row: list[float]) -> StepFlags:
     ("own", "others", "received"),
     [
         (QUIET, [], QUIET),
-        # a flag of any rank counts, and the losses add up
+        # A flag of any rank counts, and the losses are added up.
         (QUIET, [QUIET, [1, 0, 0, 0, 0]], [1, 0, 0, 0, 0]),
         (QUIET, [QUIET, [0, 1, 0, 0, 0]], [0, 1, 0, 0, 0]),
         ([1, 1, 0, 0, 0], [QUIET], [1, 1, 0, 0, 0]),
@@ -48,9 +48,7 @@ def test_a_flag_of_any_rank_counts_and_the_losses_add_up(own, others, received, 
 
 
 @pytest.mark.parametrize(("is_rank_zero", "decides"), [(True, 0), (False, 1)])
-def test_rank_zeros_clock_alone_decides_whether_a_save_is_due_and_how_many_steps(
-    is_rank_zero, decides
-):
+def test_only_rank_zeros_clock_decides_if_a_save_is_due_and_how_many_steps(is_rank_zero, decides):
     own, other = [0, 0, 1, 0, 70], [0, 0, 0, 0, 60]
     received = send_flags(flags_of(own), (), Gathering(other, is_rank_zero=is_rank_zero))()
     assert received == flags_of((own, other)[decides])

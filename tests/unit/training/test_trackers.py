@@ -1,4 +1,4 @@
-"""A run and its trackers: one id over all attempts, each step once, the result at the end."""
+"""A tracker gets the same run id in all attempts, each step once, and the result at the end."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def settings() -> str:
 
 
 def train(root: Path, **changes: object) -> None:
-    """Train with changes of keys, whose names have `__` for the dot."""
+    """Train with changed keys. In their names, `__` stands for the dot."""
     values = json.loads(settings())
     for key, value in {"run__root": str(root), **changes}.items():
         group, _, name = key.partition("__")
@@ -84,7 +84,7 @@ def test_attempts_that_fail_are_one_run(tmp_path, monkeypatch):
 
         return fail
 
-    for step in (4, 8, 12):  # the first attempt leaves no snapshot
+    for step in (4, 8, 12):  # the first attempt fails before it has a snapshot
         monkeypatch.setattr(SnapshotManager, "save", fail_at(step))
         with pytest.raises(RuntimeError, match="killed"):
             train(tmp_path)
@@ -102,7 +102,7 @@ def test_attempts_that_fail_are_one_run(tmp_path, monkeypatch):
     assert {state["train_state"]["run_id"]} == {*MemoryTracker.runs}
 
 
-def test_a_tracker_chosen_for_a_complete_run_gets_it_once(tmp_path):
+def test_a_tracker_that_is_added_to_a_complete_run_gets_it_once(tmp_path):
     train(tmp_path, tracker__wandb=False)
     for _ in range(2):
         train(tmp_path)
@@ -111,7 +111,7 @@ def test_a_tracker_chosen_for_a_complete_run_gets_it_once(tmp_path):
     assert len(MemoryTracker.results) == 2
 
 
-def test_a_run_from_the_snapshot_of_another_is_another_run(tmp_path):
+def test_a_run_from_the_snapshot_of_another_run_has_its_own_id(tmp_path):
     train(tmp_path / "a", trainer__max_steps=8)
     train(tmp_path / "b", run__resume=f"{tmp_path}/a/run/snapshots")
     first, second = MemoryTracker.runs.values()

@@ -1,4 +1,4 @@
-"""One training step: its gradients, what an anomaly prevents, clipping, schedules."""
+"""One training step: gradients, anomalies, clipping and schedules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def config_of(*overrides: str) -> Config:
 
 
 class Table(nn.Module):
-    """A table of logits, with dropout."""
+    """A model that is a table of logits with dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Table(nn.Module):
 
 
 class FixedLoader:
-    """Two micro-batches of two sequences, the same in every step."""
+    """A loader that gives the same two micro-batches of two sequences in every step."""
 
     steps_per_epoch = 10
     items_per_step = 4 * T
@@ -68,7 +68,7 @@ def step_of(
 
 
 def expected_gradients(step: int) -> tuple[Tensor, float]:
-    """Return the gradients of the mean of both losses, and that mean."""
+    """Return the gradients of the mean of both losses, and the mean."""
     model = Table()
     losses = []
     for micro in FixedLoader().get_batch(step, BatchPlan(4, 2, 1), 0):
@@ -80,7 +80,7 @@ def expected_gradients(step: int) -> tuple[Tensor, float]:
 
 
 def test_a_step_averages_its_micro_batches():
-    """Each with its own random numbers; then it clips, and updates with the scheduled rate."""
+    """Each has its own random numbers. Then the step clips, and updates with the scheduled rate."""
     model = Table()
     before = model.scores.weight.detach().clone()
     train_step = step_of(
@@ -102,7 +102,7 @@ def test_a_step_averages_its_micro_batches():
     assert model.scores.weight.grad is None
 
 
-def test_a_discarded_step_leaves_weights_optimizer_and_average_as_they_are():
+def test_a_discarded_step_does_not_change_weights_optimizer_or_average():
     model = Table()
     before = model.scores.weight.detach().clone()
     train_step = step_of(model, "run.seed=1337", ema=0.5)
@@ -136,7 +136,7 @@ def test_an_overflow_of_the_loss_scale_skips_the_update_and_lowers_the_scale():
     assert train_step.runtime.scaler.get_scale() == 512.0
 
 
-def test_hooks_have_no_part_in_a_step_whose_loss_scale_overflows():
+def test_hooks_do_not_run_in_a_step_whose_loss_scale_overflows():
     updated = []
 
     def note(step: int, weights: dict[str, Tensor]) -> None:
@@ -157,7 +157,7 @@ def test_hooks_have_no_part_in_a_step_whose_loss_scale_overflows():
 
 
 class Measuring:
-    """Keep the gradients of each micro-batch, in one list for each step."""
+    """A hook that keeps the gradients of each micro-batch, in one list per step."""
 
     def __init__(self) -> None:
         self.gradients: list[dict[str, Tensor]] = []
@@ -167,7 +167,7 @@ class Measuring:
         self.gradients.append(gradients)
         measured = {name: gradient.clone() for name, gradient in gradients.items()}
         for gradient in gradients.values():
-            gradient.zero_()  # a copy
+            gradient.zero_()  # must not matter, since it is a copy
         return measured
 
     def __call__(self, step: int, gradients: Any, micro_batches: dict[str, Tensor]) -> None:
@@ -181,7 +181,7 @@ class Measuring:
 
 
 def measuring_step(model: nn.Module, *overrides: str) -> tuple[TrainStep, Measuring]:
-    """Return a step with a hook that measures each micro-batch, and the hook."""
+    """Return a step and its hook, which measures each micro-batch."""
     train_step = step_of(model, *overrides)
     train_step.actions = Actions(
         train_step.task.config, train_step.runtime, [("gradients x", Measuring)]
@@ -191,8 +191,8 @@ def measuring_step(model: nn.Module, *overrides: str) -> tuple[TrainStep, Measur
 
 
 @pytest.mark.parametrize("scale", [None, 1024.0])
-def test_a_hook_gets_the_own_gradients_of_each_micro_batch(scale):
-    """Also with a loss scale, after other passes, and with an unused parameter."""
+def test_a_hook_gets_the_separate_gradients_of_each_micro_batch(scale):
+    """There may be a loss scale, other passes before, and an unused parameter."""
     model = Table()
     model.unused = nn.Parameter(torch.ones(2))
     precision = "fp32" if scale is None else "fp16"
@@ -218,7 +218,7 @@ def test_a_hook_gets_the_own_gradients_of_each_micro_batch(scale):
 
 
 def test_gradients_are_measured_in_pieces_too():
-    """As a reentrant checkpoint gives them, in a backward pass for each of its calls."""
+    """A reentrant checkpoint runs a separate backward pass for each of its calls."""
     model = Table()
     once = Table.forward
 
@@ -252,8 +252,8 @@ def test_a_diagnosis_names_the_loss_or_the_gradient():
     assert model.scores.weight.grad is None
 
 
-def test_an_update_has_random_numbers_of_its_own(monkeypatch):
-    """Of the run's seed and the step, for optimizers that draw some."""
+def test_an_update_has_its_own_random_numbers(monkeypatch):
+    """For optimizers that draw some, they depend on the run's seed and the step."""
     train_step = step_of(Table(), "run.seed=5")
     drawn: list[Tensor] = []
     original = train_step.optimizer.step
@@ -266,7 +266,7 @@ def test_an_update_has_random_numbers_of_its_own(monkeypatch):
 
 
 def test_the_losses_of_a_task_are_averaged_by_name(monkeypatch):
-    """The gradients are those of their sum."""
+    """The gradients are the gradients of their sum."""
     model = Table()
     train_step = step_of(model)
 
@@ -282,8 +282,8 @@ def test_the_losses_of_a_task_are_averaged_by_name(monkeypatch):
     torch.testing.assert_close(model.scores.weight.grad, gradients)
 
 
-def test_groups_have_their_own_share_of_rate_and_decay():
-    """Also after a rollback, which loads the optimizer's state: torch replaces the groups."""
+def test_groups_have_their_own_multiple_of_rate_and_decay():
+    """A rollback loads the optimizer's state, so that torch replaces the groups. They keep it."""
     layers = nn.Linear(1, 1), nn.Linear(1, 1)
     shares = [{"lr_ratio": 0.1, "weight_decay": 0.5}, {"weight_decay": 0.25}]
     groups = [
@@ -311,7 +311,7 @@ def test_groups_have_their_own_share_of_rate_and_decay():
 def with_gradients(scale: float, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(4, 4)).to(dtype)
-    for parameter in model[:2].parameters():  # the last layer has none
+    for parameter in model[:2].parameters():  # the last layer has no gradients
         parameter.grad = scale * torch.randn_like(parameter)
     return model
 
@@ -323,7 +323,7 @@ def clip(model: nn.Module, limit: float | None) -> Tensor:
 
 @pytest.mark.parametrize("scale", [1e-3, 10.0, float("inf"), float("nan")])
 @pytest.mark.parametrize("limit", [0.5, None])
-def test_clipping_equals_that_of_torch(scale, limit):
+def test_clipping_equals_torch_s_clipping(scale, limit):
     ours, theirs = with_gradients(scale), with_gradients(scale)
     norm = clip(ours, limit)
     expected = nn.utils.clip_grad_norm_(theirs.parameters(), limit or float("inf"))
@@ -332,7 +332,7 @@ def test_clipping_equals_that_of_torch(scale, limit):
         if other.grad is None:
             assert one.grad is None
         elif limit is not None or scale < float("inf"):
-            # without a limit torch multiplies by inf / inf
+            # Without a limit, torch would multiply by inf / inf.
             assert torch.equal(one.grad.nan_to_num(), other.grad.nan_to_num())
 
 
@@ -350,12 +350,12 @@ def test_a_step_clips_each_value():
     train_step.passes(1)
     whole = model.scores.weight.grad.clone()
     norm = train_step.clip()
-    assert torch.equal(norm, whole.norm())  # the norm before
+    assert torch.equal(norm, whole.norm())  # the norm before clipping
     assert torch.equal(model.scores.weight.grad, whole.clamp(-0.01, 0.01))
     assert whole.abs().max() > 0.01
 
 
-def test_the_seed_equals_that_of_torch():
+def test_the_seed_equals_torch_s_seed():
     seed_everything("dropout", 1, 2, 3)
     ours = torch.get_rng_state()
     torch.manual_seed(derive_seed("dropout", 1, 2, 3))

@@ -1,4 +1,4 @@
-"""How a run ends, when it logs and saves, and what it keeps: real runs of twelve steps."""
+"""Real runs of twelve steps: how they end, when they log and save, and what they keep."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ from mingpt_ddp.training.train_state import (
 )
 from mingpt_ddp.training.train_step import TrainStep
 
-# No loss is lower than another by 100 nats: for trainer.patience the evaluation of step 2 remains
-# the best.
+# No loss falls by 100 nats, so for trainer.patience the evaluation of step 2 remains the best.
 SETTINGS = [
     *TINY,
     "trainer.device=cpu",
@@ -58,7 +57,7 @@ def metrics_of(
     signals: SignalHandler | None = None,
     pruner: PrunerCallback | None = None,
 ) -> dict[str, float] | None:
-    """Train in this process; return what train_run returns."""
+    """Train in this process. Return the metrics from train_run."""
     config = from_mapping(configure(*SETTINGS, f"run.root={root}", "run.name=run", *overrides))
     runtime = Runtime(config, DistEnv())
     try:
@@ -68,7 +67,7 @@ def metrics_of(
 
 
 def train(root: Path, *overrides: str, **observers: Any) -> dict[str, Any]:
-    """Train in this process; return result.json."""
+    """Train in this process. Return the content of result.json."""
     metrics_of(root, *overrides, **observers)
     return read_result(root / "run")
 
@@ -87,7 +86,7 @@ def tensor_files(root: Path, step: int = 12) -> dict[str, bytes]:
 
 
 def before_each_step(monkeypatch: pytest.MonkeyPatch, action: Callable[[int], object]) -> None:
-    """Call `action` with the number of each step before its passes."""
+    """Call `action` with the step number before the passes of each step."""
     original = TrainStep.passes
 
     def passes(train_step: TrainStep, number: int) -> Any:
@@ -98,7 +97,7 @@ def before_each_step(monkeypatch: pytest.MonkeyPatch, action: Callable[[int], ob
 
 
 class InterruptedAt(SignalHandler):
-    """Receives SIGTERM before a step's passes, and says that this was `seconds` earlier."""
+    """A handler that gets SIGTERM before the passes of a step, as if it came `seconds` earlier."""
 
     def __init__(self, step: int, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.0) -> None:
         super().__init__()
@@ -110,11 +109,11 @@ class InterruptedAt(SignalHandler):
         before_each_step(monkeypatch, receive)
 
 
-# What a run measures and returns
+# Measurements and results
 
 
 def test_a_run_returns_and_records_its_last_evaluation(tmp_path):
-    """Also a run that was complete."""
+    """A run that was already complete returns it too."""
     metrics = metrics_of(tmp_path)
     result = read_result(tmp_path / "run")
     assert metrics.keys() >= {"loss", "bits_per_byte"}
@@ -125,7 +124,7 @@ def test_a_run_returns_and_records_its_last_evaluation(tmp_path):
 
 
 def test_what_is_due_at_which_step(tmp_path, caplog):
-    """The last step logs, evaluates and samples, whatever is due."""
+    """The last step always logs, evaluates and samples."""
     caplog.set_level(logging.INFO, "mingpt_ddp")
     train(tmp_path, "trainer.log_every=5", "trainer.eval_every=8", "trainer.sample_every=7")
     assert steps_of(tmp_path, "train_loss") == [5, 10, 12]
@@ -134,7 +133,7 @@ def test_what_is_due_at_which_step(tmp_path, caplog):
 
 
 def test_a_validation_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch):
-    """And no snapshot has such weights."""
+    """No snapshot with such weights is saved."""
 
     def spoil(step: int, weights: Mapping[str, Tensor]) -> None:
         if step == 6:
@@ -170,7 +169,7 @@ def test_a_run_stops_early_and_its_patience_survives_a_resume(tmp_path, caplog):
 
 
 def test_a_pruner_sees_each_evaluation_and_may_end_the_run(tmp_path):
-    """A start asks about its resumed step. The last step is reported, and not pruned."""
+    """A resumed run asks for the step of its snapshot. The last step is reported and not pruned."""
     judged: list[tuple[int, float]] = []
 
     def never(step: int, metrics: Mapping[str, float]) -> None:
@@ -192,8 +191,8 @@ ENDS = pytest.mark.parametrize(
 
 @ENDS
 def test_a_run_interrupted_in_its_last_step_ends_once(settings, last, tmp_path, monkeypatch):
-    """Its last snapshot lacks the evaluation, which the next start makes, and further ones find in
-    metrics.jsonl.
+    """Its last snapshot lacks the last evaluation. The next start evaluates, and later starts find
+    the result in metrics.jsonl.
     """
     called: list[str] = []
     for event in ("evaluate", "end"):
@@ -216,7 +215,7 @@ def test_a_run_interrupted_in_its_last_step_ends_once(settings, last, tmp_path, 
 
 
 @ENDS
-def test_a_run_killed_between_its_last_snapshot_and_the_retention(settings, last, tmp_path):
+def test_a_run_killed_between_its_last_snapshot_and_pruning(settings, last, tmp_path):
     settings = [*settings, "snapshot.keep_best=false"]
     train(tmp_path, *settings, "snapshot.keep_last=2")
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -227,15 +226,15 @@ def test_a_run_killed_between_its_last_snapshot_and_the_retention(settings, last
     assert committed(tmp_path / "run") == [last]
 
 
-def test_what_an_evaluation_records():
-    """Patience counts the evaluations without a loss that is lower by min_delta."""
+def test_evaluations_are_recorded_for_the_best_loss_and_patience():
+    """Patience counts evaluations whose loss is not lower by min_delta."""
     state = TrainState()
     for step, (loss, improved, above) in enumerate(
         [
             (3.0, True, 0),
             (2.5, True, 0),
             (2.45, True, 1),
-            (2.41, True, 2),  # it is above 2.5 - 0.1
+            (2.41, True, 2),  # above 2.5 - 0.1
             (2.3, True, 0),
             (2.3, False, 1),
             (2.6, False, 2),
@@ -247,12 +246,12 @@ def test_what_an_evaluation_records():
         assert (state.val_loss, state.val_step, state.evaluations_above) == (loss, step, above)
     assert (state.best_val_loss, state.best_step, state.patience_loss) == (2.3, 5, 2.3)
     assert [has_stopped_early(state, patience) for patience in (None, 3, 2)] == [False, False, True]
-    state.step += 1  # has trained on, with a larger patience
+    state.step += 1  # the run has continued with a larger patience
     assert not has_stopped_early(state, 2)
 
 
 def test_a_sample_of_averaged_weights_changes_no_snapshot(tmp_path):
-    """The last one is written in the background while the sample is generated."""
+    """The last snapshot is written in the background while the sample is generated."""
     train(tmp_path / "whole", "trainer.ema=0.9", "snapshot.background=false")
     train(tmp_path, "trainer.ema=0.9")
     files = tensor_files(tmp_path / "whole")
@@ -260,7 +259,7 @@ def test_a_sample_of_averaged_weights_changes_no_snapshot(tmp_path):
     assert tensor_files(tmp_path) == files
 
 
-# When a run saves
+# Times at which a run saves
 
 
 @pytest.mark.parametrize(
@@ -272,7 +271,7 @@ def test_a_sample_of_averaged_weights_changes_no_snapshot(tmp_path):
     ],
 )
 def test_a_run_saves_when_the_configuration_says(settings, steps, tmp_path, monkeypatch):
-    """In the foreground a snapshot is durable before the next step."""
+    """A snapshot that is saved in the foreground is durable before the next step."""
     overrides = [f"snapshot.{setting}" for setting in settings]
     seen = []
     before_each_step(monkeypatch, lambda number: seen.append(committed(tmp_path / "run")))
@@ -285,13 +284,13 @@ def test_a_run_saves_when_the_configuration_says(settings, steps, tmp_path, monk
     ("settings", "steps"),
     [
         (["keep_every=5", "keep_last=1", "keep_best=false"], [5, 10, 12]),
-        # the loss of step 2 is the best at first, and later ones are lower
+        # The loss of step 2 is the best at first. Later losses are lower.
         (["every_steps=null", "keep_last=100"], [2, 4, 6, 8, 10, 12]),
         (["every_steps=null", "keep_last=100", "keep_best=false"], [12]),
     ],
 )
 def test_milestones_and_the_best_are_saved_and_kept(settings, steps, tmp_path):
-    """Also if no other snapshot is due at their steps."""
+    """They are saved even if no other snapshot is due at their steps."""
     train(tmp_path, *(f"snapshot.{setting}" for setting in settings))
     assert committed(tmp_path / "run") == steps
 
@@ -309,7 +308,7 @@ def test_an_automatic_interval_follows_from_the_measured_cost(tmp_path, monkeypa
 
 
 def test_the_last_save_is_tried_again(tmp_path, monkeypatch):
-    """Nothing is committed by its first try."""
+    """The first try commits nothing."""
     tries = []
 
     def write(storage: Storage, name: str, content: Any) -> None:
@@ -326,12 +325,13 @@ def test_the_last_save_is_tried_again(tmp_path, monkeypatch):
     assert committed(tmp_path / "run") == [12]
 
 
-# A signal
+# Signals
 
 
 def test_a_signal_without_time_for_the_first_snapshot(tmp_path, monkeypatch, caplog):
-    """The grace period of 60 seconds has begun on another rank that many seconds before;
-    e2e/test_preemption.py has the others.
+    """The grace period of 60 seconds began on another rank some seconds ago.
+
+    e2e/test_preemption.py has the other cases.
     """
     caplog.set_level(logging.INFO, "mingpt_ddp")
     signals = InterruptedAt(7, monkeypatch, 60.0)
@@ -341,7 +341,7 @@ def test_a_signal_without_time_for_the_first_snapshot(tmp_path, monkeypatch, cap
     assert "without time for a snapshot: there is no snapshot" in caplog.text
 
 
-def test_a_storage_that_is_away_does_not_hide_a_signal(tmp_path, monkeypatch, caplog):
+def test_a_storage_that_is_down_does_not_hide_a_signal(tmp_path, monkeypatch, caplog):
     def write(storage: Storage, name: str, content: Any) -> None:
         if name.startswith("step_00000007"):
             raise StorageUnavailableError("no answer")
@@ -355,10 +355,10 @@ def test_a_storage_that_is_away_does_not_hide_a_signal(tmp_path, monkeypatch, ca
     assert "without time for a snapshot: the newest one is from step 4" in caplog.text
 
 
-# What a kill, an anomaly and a rollback leave
+# State after kills, anomalies and rollbacks
 
 
-def test_a_state_between_two_log_lines_is_saved_whole(tmp_path, monkeypatch):
+def test_the_state_between_two_log_lines_is_saved_completely(tmp_path, monkeypatch):
     """The losses since the last line, the counters and the averaged weights survive a crash."""
     settings = [
         *KEEP_ALL,
@@ -402,7 +402,7 @@ def spoil_gradients(monkeypatch: pytest.MonkeyPatch, step: int, value: float) ->
 
 
 def test_a_state_that_is_not_finite_is_not_saved(tmp_path, monkeypatch):
-    """Where no step is checked, as on a GPU."""
+    """This also holds on a GPU, where single steps are not checked."""
     never = property(lambda _: False, lambda *_: None)
     monkeypatch.setattr(AnomalyPolicy, "checks_every_step", never, raising=False)
     spoil_gradients(monkeypatch, 8, torch.inf)
@@ -416,7 +416,7 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path, monkeypatch):
 
 def test_a_rollback_equals_a_skip(tmp_path, monkeypatch):
     """The steps since the snapshot are repeated with the same weights, moments and averages. The
-    losses since the last line of the log are summed up anew.
+    losses since the last line of the log are added up again.
     """
     spoil_gradients(monkeypatch, 7, torch.nan)
     settings = [*KEEP_ALL, "trainer.ema=0.9", "trainer.log_every=5"]
@@ -431,8 +431,8 @@ def test_a_rollback_equals_a_skip(tmp_path, monkeypatch):
     assert series(tmp_path / "rollback", "train_loss") == losses
 
 
-def test_a_rollback_keeps_what_belongs_to_the_run():
-    """Its attempts, its skips, and the time that is lost."""
+def test_a_rollback_keeps_counters_of_the_whole_run():
+    """They count its attempts, its skipped steps, and the lost time."""
     state = TrainState(
         step=9, wall_seconds=70.0, wasted_seconds=3.0, world_size=4, run_id="ours",
         skipped_steps=[5, 8], consecutive_skips=1,

@@ -1,4 +1,4 @@
-"""The average of the weights: its formula, and that evaluation, sampling and snapshots use it."""
+"""The average of the weights (trainer.ema): evaluation, sampling and snapshots use it."""
 
 from __future__ import annotations
 

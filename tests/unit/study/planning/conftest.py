@@ -1,4 +1,4 @@
-"""A text to plan for."""
+"""A fixture with a text to plan for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def cwd(tmp_path, monkeypatch) -> Path:
-    """The working directory, with a text of 36,000 + 4,000 characters, 8 of them distinct."""
+    """Create a working directory with a text. Its splits have 36,000 and 4,000 characters.
+
+    The text has 8 distinct characters.
+    """
     (tmp_path / "a.txt").write_text("abcdefgh" * 5000)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -1,4 +1,7 @@
-"""The plan of a configuration: numbers worked out by hand, doubts, and nothing written."""
+"""The plan of a configuration agrees with numbers worked out by hand, and lists doubtful settings.
+
+Planning writes nothing.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def test_a_language_model(cwd):
         "unit": "tokens",
         "limits": {"max_epochs": steps},
     }
-    tensors = 3 + layers * 6  # AdamW counts the steps of each in 4 bytes
+    tensors = 3 + layers * 6  # for each, AdamW has a step count of 4 bytes
     [row] = plan["strategies"].values()
     assert row["weights_bytes"] == 4 * parameters
     saves = plan["snapshots"]
@@ -59,7 +62,7 @@ def test_a_language_model(cwd):
     assert [path.name for path in cwd.iterdir()] == ["a.txt"]
 
 
-def test_a_model_of_ones_own():
+def test_a_user_model():
     plan = make_plan(Job(configuration(*TOY)))
     parameters = 10 * 10 + 10 + 10 * 5 + 5
     assert plan["model"] == {
@@ -100,7 +103,7 @@ def test_a_batch_per_rank_and_its_learning_rate():
     assert plan["batch"]["batch_size"] == 32 and plan["length"]["steps"] == 10 * 2048 // 32
 
 
-def test_ranks_that_do_not_work_are_named():
+def test_numbers_of_ranks_that_do_not_work_are_named():
     rows = make_plan(Job(configuration(*TOY, "trainer.micro_batch_size=8")))["world_sizes"]
     assert "error" not in rows[2] and "micro-batches of 8 occupies 4 of 8 ranks" in rows[3]["error"]
     with pytest.raises(ConfigError, match="in micro-batches of 32 occupies 1 of 2 ranks"):
@@ -123,7 +126,7 @@ def test_snapshots_that_stay(overrides, kept):
     assert (saves["free_bytes"] is None) == ("snapshot.path=memory://runs" in overrides)
 
 
-# Doubts
+# Doubtful settings
 
 SOUND: dict[str, dict[str, Any]] = {
     "model": {"parameters": 1000},
@@ -203,7 +206,7 @@ def test_a_sound_configuration(overrides, change):
         ),
     ],
 )
-def test_what_looks_doubtful(overrides, change, message):
+def test_doubtful_settings_are_named(overrides, change, message):
     [doubt] = doubts(overrides, change)
     assert doubt.startswith(message) or message in doubt
     assert ";" in doubt, "it says what to do"

@@ -1,4 +1,7 @@
-"""The table of a plan: numbers worked out by hand, what cannot run, and no memory."""
+"""The plan's table of strategies agrees with numbers worked out by hand and with measurements.
+
+It also says which strategies cannot run. Planning allocates no memory for the model.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ GPT = [
 ]
 PARAMETERS = (VOCABULARY + LENGTH) * WIDTH + LAYERS * (12 * WIDTH**2 + 2 * WIDTH) + WIDTH
 TENSORS = 3 + LAYERS * 6
-RESIDENT = 36_000  # bytes of the text, a byte per token, that stay on the GPU
+RESIDENT = 36_000  # bytes of the text that stay on the GPU, one byte per token
 
 
 def configuration(*overrides: str) -> Config:
@@ -42,7 +45,7 @@ def configuration(*overrides: str) -> Config:
 def strategies(
     *overrides: str, ranks: int = 1, nodes: int = 1, outputs: int | None = None, **machine: Any
 ) -> dict[str, Any]:
-    """Return the figures by strategy on H100s, with a micro-batch of each rank per step."""
+    """Return the figures of each strategy on H100s. Each rank has one micro-batch per step."""
     words = [f"trainer.batch_size={ROWS * ranks * nodes}", f"ddp.nproc_per_node={ranks}"]
     config = configuration(*GPT, *words, *overrides)
     plan = make_plan(Job(config), Machine("h100", nodes, **machine), vocab_size=outputs)
@@ -50,7 +53,7 @@ def strategies(
     return plan["strategies"]
 
 
-# docs/speed.md, "See what one GPU has shown": 12 x 1024 tokens on an H200, in GiB
+# docs/speed.md has the measured peaks in GiB: 12 x 1024 tokens on an H200.
 GPT2 = ["model=gpt2", "data.block_size=1024", "trainer.micro_batch_size=12"]
 ON_AN_H200 = {(): 5.40, ("trainer.activation_checkpointing=true",): 1.89}
 
@@ -64,7 +67,7 @@ def test_peaks_on_an_h200_are_within_a_tenth(words, measured):
 
 
 def test_the_time_at_peak_is_below_that_on_an_h200():
-    # 10.7M parameters, 64 x 256 tokens: 4.6 ms with CUDA graphs (docs/speed.md)
+    # With 10.7M parameters, 64 x 256 tokens take 4.6 ms with CUDA graphs (docs/speed.md).
     words = [
         "model=gpt_mini",
         "data.path=a.txt",
@@ -87,7 +90,7 @@ def test_the_time_at_peak_is_below_that_on_an_h200():
 
 
 def test_the_state_of_one_rank_is_exact():
-    state = 8 * PARAMETERS + 4 * TENSORS  # AdamW counts its steps
+    state = 8 * PARAMETERS + 4 * TENSORS  # AdamW has a step count for each tensor
     counted = sizes(configuration(*GPT))
     assert counted.parameters == counted.trained == PARAMETERS
     assert counted.optimizer_bytes == state
@@ -113,7 +116,7 @@ def test_the_state_of_eight_ranks_is_divided():
     assert figures["fsdp"]["weights_bytes"] == 4 * PARAMETERS // 8
     assert figures["fsdp"]["optimizer_bytes"] == pytest.approx(state / 8, abs=1)
     assert figures["hsdp"]["weights_bytes"] == PARAMETERS, "half of the ranks of one node"
-    share = 4 * WIDTH**2 / PARAMETERS  # the owner of a largest matrix has nothing else
+    share = 4 * WIDTH**2 / PARAMETERS  # the owner of one of the largest matrices owns nothing else
     assert figures["zero1"]["optimizer_bytes"] == pytest.approx(state * max(share, 1 / 8), abs=1)
     assert figures["single"] == {"reason": figures["single"]["reason"]}
     assert figures["single"]["reason"].startswith("ddp.strategy=single trains in one process")
@@ -126,7 +129,7 @@ def test_bytes_on_the_wire_match_a_count_by_hand():
     ring = (ranks - 1) / ranks
     assert sent["ddp"] == round(2 * ring * 4 * PARAMETERS)
     assert sent["zero1"] == round(3 * ring * 4 * PARAMETERS)
-    # weights in 16 bits before the forward and before the backward pass, then fp32 gradients
+    # 16-bit weights before the forward and before the backward pass, then fp32 gradients.
     assert sent["fsdp"] == round(ring * (2 + 2 + 4) * PARAMETERS)
     half = 3 / 4 * (2 + 2 + 4) * PARAMETERS + 2 * 1 / 2 * 4 * PARAMETERS / 4
     assert sent["hsdp"] == round(half)
@@ -144,7 +147,7 @@ def test_tensor_parallelism_divides_matrices_and_sends_activations():
     own = PARAMETERS - split + split // 4
     assert figures["weights_bytes"] == pytest.approx(4 * own, rel=1e-3)
     elements = ROWS * LENGTH * WIDTH
-    message = 2 * elements * (2 + 4)  # forward in bf16, backward in fp32
+    message = 2 * elements * (2 + 4)  # bf16 in the forward pass, fp32 in the backward pass
     assert figures["wire_bytes_per_step"] == 2 * 3 * (4 * LAYERS * message) // 4
 
 
@@ -153,7 +156,7 @@ def test_a_network_between_nodes_takes_its_time():
     assert near["wire_s"] == pytest.approx(near["wire_bytes_per_step"] / 450e9)
     far = strategies(ranks=8, nodes=4, network_gbps=100)
     assert far["ddp"]["wire_bytes_per_step"] == round(2 * 31 / 32 * 4 * PARAMETERS)
-    # the nodes of 4 send each sum once
+    # Each of the nodes with 4 GPUs sends each sum once.
     between = 2 * 3 / 4 * 4 * PARAMETERS / (100e9 / 8)
     assert far["ddp"]["wire_s"] == pytest.approx(between)
     assert far["hsdp"]["wire_s"] == pytest.approx(between)
@@ -162,7 +165,7 @@ def test_a_network_between_nodes_takes_its_time():
     assert fast["wire_s"] == pytest.approx(inside / 450e9)
 
 
-def test_what_training_refuses_is_refused():
+def test_a_plan_refuses_settings_that_training_refuses():
     compiled = ["trainer.compile=true", f"trainer.batch_size={ROWS * 8}", "ddp.nproc_per_node=8"]
     with pytest.raises(ConfigError, match=r"trainer.compile=true does not work with .*=fsdp"):
         make_plan(Job(configuration(*GPT, *compiled, "ddp.strategy=fsdp")), Machine("h100"))
@@ -208,7 +211,7 @@ def build(config, vocab_size, block_size):
 
 @pytest.fixture
 def plan_of_code(cwd):
-    """Return a function that plans a user's model, a file, for 4 ranks."""
+    """Return a function that plans for 4 ranks, with a user's model from this code."""
 
     def plan(code: str, device: str | None = "h100") -> dict[str, Any]:
         (cwd / "mine.py").write_text(code)
@@ -223,8 +226,8 @@ def plan_of_code(cwd):
     run_code({}, [])
 
 
-def test_of_code_of_ones_own_the_state_is_known(plan_of_code):
-    """The code of a forward pass is not run, so it may read values."""
+def test_for_a_user_model_only_the_state_is_planned(plan_of_code):
+    """Its forward pass is not run, so that it may read values of tensors."""
     figures = plan_of_code(CODE.replace("READ", "logits.sum().item()"))
     parameters = 8 * 8 + 1
     ddp = figures["ddp"]
@@ -237,14 +240,14 @@ def test_of_code_of_ones_own_the_state_is_known(plan_of_code):
     assert ddp["reason"] is None
 
 
-def test_the_state_alone_may_be_too_large(plan_of_code, monkeypatch):
+def test_the_state_without_activations_may_be_too_large(plan_of_code, monkeypatch):
     monkeypatch.setitem(GPUS, "h100", replace(GPUS["h100"], memory=OVERHEAD_BYTES))
     ddp = plan_of_code(CODE.replace("READ", ""))["ddp"]
     assert ddp["reason"] == "needs 0.5 GiB including CUDA's own memory, but a rank has 0.5 GiB"
     assert ddp["peak_bytes"] is None
 
 
-def test_code_that_reads_values_as_it_builds_has_no_plan_for_other_gpus(plan_of_code):
+def test_a_model_that_reads_values_when_built_cannot_be_planned_for_another_gpu(plan_of_code):
     line = "self.first = self.scores.weight.sum().item()"
     code = CODE.replace("READ", "").replace("self.scale =", f"{line}\n        self.scale =")
     with pytest.raises(ConfigError, match=r"device= builds the model .*mine.py:1\d: .*item"):
@@ -253,7 +256,7 @@ def test_code_that_reads_values_as_it_builds_has_no_plan_for_other_gpus(plan_of_
     assert here["weights_bytes"] == 4 * (8 * 8 + 1)
 
 
-def test_too_little_memory_here_is_one_line(plan_of_code):
+def test_too_little_memory_on_this_machine_gives_one_line(plan_of_code):
     code = CODE.replace("READ", "raise torch.OutOfMemoryError('CUDA out of memory')")
     with pytest.raises(ConfigError, match="a micro-batch of 4 does not fit"):
         plan_of_code(code, None)
@@ -278,11 +281,11 @@ def test_the_largest_micro_batch_is_the_last_that_fits(monkeypatch):
     assert figures["reason"] == "needs 0.5 GiB including CUDA's own memory, but a rank has 0.5 GiB"
 
 
-def test_nothing_of_the_model_is_allocated():
+def test_no_memory_is_allocated_for_the_model():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     figures = strategies("model.n_embd=12288", "model.n_head=96", ranks=1)["single"]
     assert figures["weights_bytes"] > 12 << 30
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # in KiB: 1 GiB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # 1 GiB, in KiB
 
 
 def test_another_vocabulary():

@@ -1,4 +1,4 @@
-"""Replicates: jobs that differ in run.seed alone are one recipe."""
+"""Replicates are jobs that differ only in run.seed. They form one recipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def groups_in(path):
 
 
 def seeds(path, lr, losses, first=1, status="complete"):
-    """Write a run for each loss, with the seeds first, first + 1, ..."""
+    """Write a run for each loss. The seeds are first, first + 1 and so on."""
     for seed, loss in enumerate(losses, start=first):
         name = f"optimizer.lr={lr},run.seed={seed}-{seed:08x}"
         fake_run(path / name, {"optimizer.lr": lr, "run.seed": seed}, status, loss)
@@ -34,7 +34,7 @@ def test_the_best_group_has_the_lowest_mean_not_the_luckiest_seed(tmp_path):
     assert best_group(groups) is groups[0] and has_replicates(groups)
 
 
-CODE = {"model.code": "mine.py"}  # whose keys are not known here
+CODE = {"model.code": "mine.py"}  # the keys of this code are unknown
 
 
 @pytest.mark.parametrize(
@@ -43,11 +43,15 @@ CODE = {"model.code": "mine.py"}  # whose keys are not known here
         ({}, {}, True),
         ({"run.root": "x", "ddp.nproc_per_node": 1}, {"ddp.nproc_per_node": 4}, True),
         ({"ddp.strategy": "ddp"}, {"ddp.strategy": "fsdp"}, True),
-        ({"run.resume": "auto"}, {"run.resume": "never"}, True),  # a new directory
-        ({"run.resume": "auto"}, {"run.resume": "outputs/other"}, False),  # its weights
+        ({"run.resume": "auto"}, {"run.resume": "never"}, True),  # starts in a new directory
+        (
+            {"run.resume": "auto"},
+            {"run.resume": "outputs/other"},
+            False,
+        ),  # starts from that run's weights
         ({}, {"trainer.max_steps": 7}, False),
         ({}, {"trainer.eval_steps": 7}, False),
-        # trackers, checks, evaluations and further texts change no result
+        # Trackers, checks, evaluations and further texts do not change results.
         ({}, {"tracker.mlflow": True}, True),
         ({}, {"trainer.sample_every": 20}, True),
         ({}, {"trainer.eval_every": 7, "snapshot.every_steps": 7}, True),
@@ -68,7 +72,7 @@ def test_keys_that_separate_recipes(tmp_path, one, other, are_replicates):
 
 
 def test_a_swept_key_of_operation_is_a_parameter(tmp_path):
-    """Jobs of one seed that differ in it are no replicates: somebody compares them."""
+    """Jobs with equal seeds that differ in it are not replicates: the user compares them."""
     for strategy in ("ddp", "fsdp"):
         fake_run(tmp_path / f"{strategy}1", {"run.seed": 1, "ddp.strategy": strategy})
     assert len(groups_in(tmp_path)) == 1, "a seed that was run twice is no sweep"
@@ -80,7 +84,7 @@ def test_a_swept_key_of_operation_is_a_parameter(tmp_path):
 
 
 def test_a_repeated_seed_counts_once(tmp_path):
-    """Two runs of one seed are no independent samples."""
+    """Two runs with the same seed are not independent samples."""
     for name, seed, loss in (("a", 1, 1.0), ("a-2", 1, 1.2), ("b", 2, 3.0)):
         fake_run(tmp_path / name, {"run.seed": seed}, val_loss=loss)
     (group,) = groups_in(tmp_path)
@@ -102,7 +106,7 @@ def test_incomplete_jobs_are_not_in_the_mean(tmp_path):
 
 
 def test_jobs_without_a_configuration_or_a_seed(tmp_path):
-    """Without a configuration a job is alone; without a seed it is a sample of its own."""
+    """A job without a configuration has its own group. A job without a seed is its own sample."""
     for name in "abcd":
         config = fake_run(tmp_path / name) / "config.yaml"
         config.unlink() if name < "c" else config.write_text("optimizer: {lr: 1}")

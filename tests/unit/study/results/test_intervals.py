@@ -8,8 +8,8 @@ import pytest
 
 from mingpt_ddp.study.results.stats.intervals import Estimate, estimate, student_t
 
-# The 97.5% quantile of Student's t in closed form: tan(0.475 pi) for 1 degree of freedom,
-# 2 p sqrt(2 / (1 - 4 p^2)) with p = 0.475 for 2. Others are from printed tables.
+# The 97.5% quantile of Student's t has a closed form: tan(0.475 pi) for 1 degree of freedom, and
+# 2 p sqrt(2 / (1 - 4 p^2)) with p = 0.475 for 2. The others are from printed tables.
 T1 = math.tan(0.475 * math.pi)
 T2 = 0.95 * math.sqrt(2 / (1 - 0.95**2))
 
@@ -17,7 +17,7 @@ T2 = 0.95 * math.sqrt(2 / (1 - 0.95**2))
 @pytest.mark.parametrize(
     ("values", "mean", "deviation", "half_width"),
     [
-        ([1.0, 3.0], 2.0, math.sqrt(2), T1),  # the deviation of the mean is 1
+        ([1.0, 3.0], 2.0, math.sqrt(2), T1),  # the standard error of the mean is 1
         ([1, 2, 3], 2.0, 1.0, T2 / math.sqrt(3)),
         ([2.0, 2.0], 2.0, 0.0, 0.0),
         ([9e99, -9e99, 0.0], 0.0, 9e99, T2 * 9e99 / math.sqrt(3)),

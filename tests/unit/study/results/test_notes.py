@@ -1,4 +1,4 @@
-"""What a report ranks jobs by, and what it says of jobs that cannot be compared."""
+"""The number by which a report ranks jobs, and its notes on jobs that cannot be compared."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TASKS = "the jobs have different tasks, each of which defines its own loss (task
 
 
 def notes(directory: Path) -> list[str]:
-    """Return the notes of the table, which are those of the page."""
+    """Return the notes of the table. The page has the same notes."""
     lines = report([directory], directory / "page.html").splitlines()
     found = [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
     page = unescape((directory / "page.html").read_text())
@@ -35,7 +35,10 @@ def notes(directory: Path) -> list[str]:
 
 @pytest.fixture
 def tokenizers(tmp_path) -> Path:
-    """Char has the lower loss, BPE the fewer bits per byte, byte none; and a pruned run."""
+    """Write three runs with different tokenizers and a pruned run.
+
+    Of the three, char has the lowest loss, BPE the fewest bits per byte, and byte has none.
+    """
     for name, loss, bits in (("char", 3.3, 4.75), ("bpe", 7.04, 3.5), ("byte", 2.0, None)):
         keys = {"data.tokenizer": name, "data.vocab_size": None}
         fake_run(tmp_path / "sweep" / name, keys, val_loss=loss, bits_per_byte=bits)
@@ -113,13 +116,13 @@ DATA = "the jobs were measured on different data (data.dataset): their results c
             [TEXTS.format("data.path, data.sha256")],
         ),
         ({}, {"optimizer.lr": 2}, []),
-        # the defaults of keys not recorded
+        # Keys that are not recorded have these defaults.
         ({}, {"data.truncate": 1.0, "data.train_split": 0.9, "data.sources": None}, []),
         (SHA, {**SHA, "data.path": "a/copy.txt"}, []),
         (SHA, {"data.sha256": None}, []),
         ({}, {"data.cache_dir": "elsewhere", "data.name": "a label"}, []),
         ({}, DIGITS, [DATA, TASKS]),
-        ({}, {"task.name": "zloss"}, [TASKS]),  # and not on different texts
+        ({}, {"task.name": "zloss"}, [TASKS]),  # there is no note on different texts
         ({}, {"task.name": "language_model"}, []),
         (TEN, {"trainer.eval_steps": 5}, [PARTS.format("trainer.eval_steps")]),
         (TEN, {}, [PARTS.format("trainer.eval_steps")]),
@@ -145,7 +148,7 @@ DATA = "the jobs were measured on different data (data.dataset): their results c
 def test_notes_on_two_jobs(tmp_path, one, other, expected):
     fake_run(tmp_path / "a", one, bits_per_byte=2.0)
     fake_run(tmp_path / "b", other, bits_per_byte=2.0)
-    fake_run(tmp_path / "nothing", {"data.path": "c.txt"}, None, None)  # says nothing
+    fake_run(tmp_path / "nothing", {"data.path": "c.txt"}, None, None)  # has no result
     (fake_run(tmp_path / "unknown", bits_per_byte=2.0) / "config.yaml").unlink()
     assert notes(tmp_path) == expected
 
@@ -169,12 +172,12 @@ def test_different_steps_of_complete_jobs(tmp_path):
     [
         (0.49, 0.51, 0.5, []),
         (0.353, 0.5, 0.5, [UNEQUAL]),
-        (0.5, 1.0, 1.0, []),  # which were not given the same
+        (0.5, 1.0, 1.0, []),  # the limits differ
         (None, 0.5, 0.5, []),
     ],
 )
 def test_minutes_that_settings_took(tmp_path, one, other, limit, expected):
-    """In the report, in its page and in a comparison."""
+    """The report, its page and a comparison all show them."""
     for seed in (1, 2, 3):
         values = MINUTES | {"run.seed": seed}
         fake_run(tmp_path / f"a{seed}", values, minutes=one, val_loss=2 + seed / 100)
@@ -192,7 +195,7 @@ def test_minutes_that_settings_took(tmp_path, one, other, limit, expected):
     assert lines == [f"note: {note}" for note in expected]
 
 
-def test_one_run_is_the_best_of_nothing(tmp_path):
+def test_a_single_run_is_not_called_the_best(tmp_path):
     run = fake_run(tmp_path / "sweep" / "a", {"run.name": "a"}, overrides=["run.name=a"])
     lines = report([run], tmp_path / "page.html").splitlines()
     assert lines[1].split()[0] == "2.0000"

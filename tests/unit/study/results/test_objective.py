@@ -1,4 +1,4 @@
-"""What jobs are ranked by."""
+"""The number by which jobs are ranked: their loss, or bits per byte."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def ranked_by(*configs: dict[str, Any]):
     [
         {},
         {"optimizer.lr": 1},
-        {"data.path": "b.txt"},  # a token is a character of either text
+        {"data.path": "b.txt"},  # in both texts, a token is a character
         {"data.truncate": 0.5},
-        {"data.path": None, "data.dataset": "digits"},  # which has no tokens
-        STARTED,  # after the start of a warm run its tokenizer is known
+        {"data.path": None, "data.dataset": "digits"},  # images have no tokens
+        STARTED,  # once a run from weights has started, its tokenizer is known
     ],
     ids=str,
 )
@@ -42,7 +42,7 @@ def test_jobs_of_one_tokenizer_are_ranked_by_loss(changes):
         (TEXT, {"data.tokenizer": "bpe"}),
         (TEXT, {"data.format": "tokens", "data.vocab_size": 65}),
         (TEXT, {"data.end_token": True}),
-        (TEXT, {"run.init_from": "outputs/other"}),  # its tokenizer is not known before the start
+        (TEXT, {"run.init_from": "outputs/other"}),  # before the start, its tokenizer is unknown
         (BPE, {"data.tokenizer": "byte", "data.vocab_size": None}),
         (BPE, {"data.vocab_size": 301}),
         (BPE, {"data.path": "b.txt"}),
@@ -62,8 +62,8 @@ def test_jobs_of_different_tokenizers_are_ranked_by_bits_per_byte(one, other):
 
 
 def test_the_tokenizer_of_a_run_is_its_file(tmp_path):
-    """Two runs of the same configuration may have found different files, or texts; two of different
-    paths the same.
+    """Two runs with equal configurations may have found different files or texts. Two runs with
+    different paths may have found the same.
     """
     for name, content in (("a", "1"), ("b", "2"), ("c", "1")):
         (tmp_path / name).mkdir()

@@ -1,4 +1,4 @@
-"""The page of a report, without a browser."""
+"""The HTML page of a report, checked without a browser."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from fake_runs import fake_run
 from mingpt_ddp.study.results.report import report
 
 HOSTILE = "<script>alert('&\"')</script>\x1b[2J"
-HALF = math.tan(0.475 * math.pi) / 10  # of the interval of two values that differ by 0.2
+# half the width of the 95% interval of two values that differ by 0.2
+HALF_WIDTH = math.tan(0.475 * math.pi) / 10
 
 
 class Page(html.parser.HTMLParser):
-    """Elements with their attributes, the text that is shown, and the figures."""
+    """A parsed page: its elements with their attributes, the visible text, and the figures."""
 
     def __init__(self, path) -> None:
         super().__init__()
@@ -42,7 +43,7 @@ class Page(html.parser.HTMLParser):
         return sum(name == tag for name, _ in self.tags)
 
     def titles(self) -> list[str]:
-        """The title of each figure of curves, and the parameter of each other one."""
+        """Return the title of each figure of curves, and the parameter of each other figure."""
         layouts = [figure["layout"] for figure in self.figures]
         return [each.get("title", each["xaxis"]["title"])["text"] for each in layouts]
 
@@ -78,7 +79,7 @@ def test_hostile_names_and_values_are_escaped_and_the_page_is_self_contained(tmp
     assert "\x1b" not in report([sweep], tmp_path / "page.html")
 
 
-def test_what_was_asked_comes_first(tmp_path):
+def test_the_answer_comes_first_on_the_page(tmp_path):
     for number in range(6):
         values = {"optimizer.lr": 0.1 + number % 2, "model.n_layer": 1 + number % 2}
         values["run.seed"] = number // 2
@@ -104,7 +105,7 @@ def test_jobs_are_coloured_by_objective_and_the_best_stands_out(tmp_path):
     page = page_of(tmp_path / "s")
     titles = ["validation loss", "training loss", "activation", "learning rate"]
     assert page.titles() == titles and page.count("tr") == 1 + 9
-    curves = page.figures[0]["data"][::-1]  # the best is drawn last
+    curves = page.figures[0]["data"][::-1]  # the best job is drawn last
     colours = [trace["line"]["color"] for trace in curves]
     assert len({*colours[:7]}) == 7 and colours[6] == colours[7] != colours[8], "one far off"
     assert [trace["line"]["dash"] for trace in curves] == ["solid"] * 8 + ["dash"]
@@ -130,7 +131,7 @@ def test_jobs_are_coloured_by_objective_and_the_best_stands_out(tmp_path):
     ids=str,
 )
 def test_a_curve_far_above_the_others_does_not_compress_the_axis(tmp_path, losses, low, high):
-    """The axis begins below the lowest loss, and ends above most first losses."""
+    """The axis begins below the lowest loss, and ends above the first losses of most jobs."""
     for number, loss in enumerate(losses):
         run = fake_run(tmp_path / "s" / f"{number}", {"optimizer.lr": number}, val_loss=loss)
         steps = [{"step": n, "val_loss": max(4, loss) if n < 2 else loss} for n in range(9)]
@@ -140,7 +141,7 @@ def test_a_curve_far_above_the_others_does_not_compress_the_axis(tmp_path, losse
 
 
 def test_curves_of_any_height_and_length(tmp_path):
-    """A single evaluation is a point, for a line through one point is invisible."""
+    """A single evaluation is drawn as a point, because a line through one point is invisible."""
     for number, loss in enumerate([1e299, -1e99, 0.0, 5e-324]):
         run = fake_run(tmp_path / "s" / f"{number}", {"optimizer.lr": loss})
         steps = [{"step": -1, "val_loss": loss}, {"step": 10**50, "train_loss": loss}]
@@ -200,13 +201,13 @@ UNEVEN = [0.011, 0.013, 0.04, 0.08]
     ids=str,
 )
 def test_the_axis_of_a_parameter(tmp_path, values, multirun, expected):
-    """It is logarithmic where the search was, and has a place for each value that is no number."""
+    """It is logarithmic if the search was. Each value that is not a number has its own place."""
     for number, value in enumerate(values):
         fake_run(tmp_path / "s" / f"{number}", {"optimizer.lr": value}, val_loss=2 + number / 10)
     (tmp_path / "s" / "multirun.yaml").write_text(multirun)
     figure = page_of(tmp_path / "s").figures[-1]
     axis = figure["layout"]["xaxis"]
-    drawn = figure["data"][0]["x"][::-1]  # the best is drawn last
+    drawn = figure["data"][0]["x"][::-1]  # the best job is drawn last
     if isinstance(expected, str):
         assert (axis["type"], drawn) == (expected, values)
     else:
@@ -218,7 +219,7 @@ def test_the_axis_of_a_parameter(tmp_path, values, multirun, expected):
 
 
 def test_a_band_and_whole_error_bars_for_each_recipe(tmp_path):
-    """Two recipes: 2.0 and 2.2, and 1.9 and 2.5, which has the best single job."""
+    """One recipe has losses of 2.0 and 2.2. The other has 1.9 and 2.5, with the best single job."""
     for lr, losses in ((0.1, (2.0, 2.2)), (0.2, (1.9, 2.5))):
         for seed, loss in enumerate(losses, start=1):
             values = {"optimizer.lr": lr, "run.seed": seed}
@@ -227,13 +228,15 @@ def test_a_band_and_whole_error_bars_for_each_recipe(tmp_path):
     curves, training, against = page.figures
     for figure in (curves, training):
         assert [trace["mode"] for trace in figure["data"]] == ["none", "lines", "none", "lines"]
-    band, line = curves["data"][2:]  # the best is drawn last
+    band, line = curves["data"][2:]  # the best recipe is drawn last
     assert line["y"][-1] == pytest.approx(2.1) and line["x"] == [20, 40, 60, 80, 100]
-    assert band["y"][4:6] == pytest.approx([2.1 + HALF, 2.1 - HALF]), "above, and back below"
+    assert band["y"][4:6] == pytest.approx([2.1 + HALF_WIDTH, 2.1 - HALF_WIDTH]), (
+        "above, and back below"
+    )
     assert band["fill"] == "toself" and "2 seeds" in line["text"] and "±" in line["text"]
     (points,) = against["data"]
     assert points["y"] == pytest.approx([2.2, 2.1])
-    assert points["error_y"]["array"] == pytest.approx([3 * HALF, HALF])
+    assert points["error_y"]["array"] == pytest.approx([3 * HALF_WIDTH, HALF_WIDTH])
     assert "range" not in against["layout"]["yaxis"], "plotly's own contains all bars"
     assert "Groups" in page.headings and page.count("tr") == 2 + 2 + 4
     assert "4 jobs in 2 groups" in page.text and "learning rate: 0.1" in page.text
@@ -252,7 +255,7 @@ def test_a_curve_has_the_steps_that_all_seeds_have(tmp_path):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run that was killed once after step 40."""
+    """Write a run that was killed once after step 40, and return it."""
     run = fake_run(tmp_path / "a", {"model.name": HOSTILE})
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     again = '{"start": 1767225600.0, "step": 40, "world_size": 2}\n'
@@ -294,7 +297,7 @@ def test_everything_of_a_run_is_on_its_page(run):
 
 @pytest.mark.parametrize("damage", ["missing", "damaged", "directory"])
 @pytest.mark.parametrize("file", ["metrics.jsonl", "result.json", "config.yaml", "samples.jsonl"])
-def test_the_rest_is_shown_without_a_file(file, damage, run):
+def test_a_missing_or_damaged_file_does_not_hide_the_rest(file, damage, run):
     (run / file).unlink()
     if damage == "damaged":
         (run / file).write_bytes(b"\xff\n" * 20)

@@ -1,4 +1,4 @@
-"""Where the page of a report goes."""
+"""The path of a report's page."""
 
 from __future__ import annotations
 
@@ -58,6 +58,6 @@ def test_many_names_are_cut(tmp_path):
     assert all(len(name) < MAX_NAME + 30 for name in names)
 
 
-def test_the_page_is_here_if_it_cannot_be_there(tmp_path, monkeypatch):
+def test_the_page_is_in_the_working_directory_if_the_other_is_not_writable(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     assert page_path([tmp_path / "a", tmp_path / "b"]) == Path("report-a+b.html")

@@ -1,4 +1,4 @@
-"""The report of a sweep over seeds: table and JSON have a row for each recipe."""
+"""The report of a sweep over seeds has a row for each recipe, in the table and in JSON."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from tools import call_tool
 from mingpt_ddp.cli.commands import report as tool
 from mingpt_ddp.study.results.report import report
 
-HALF = math.tan(0.475 * math.pi) / 10  # of the interval of two values that differ by 0.2
+# half the width of the 95% interval of two values that differ by 0.2
+HALF_WIDTH = math.tan(0.475 * math.pi) / 10
 
 
 @pytest.fixture
 def sweep(tmp_path):
-    """Two recipes of two seeds: 2.0 and 2.2, and 1.9 and 2.5, which has the best single job."""
+    """Write two recipes with two seeds each.
+
+    One has losses of 2.0 and 2.2. The other has 1.9 and 2.5, with the best single job.
+    """
     for lr, losses in ((0.1, (2.0, 2.2)), (0.2, (1.9, 2.5))):
         for seed, loss in enumerate(losses, start=1):
             name = f"optimizer.lr={lr},run.seed={seed}-{seed:08x}"
@@ -35,11 +39,13 @@ def test_a_row_for_each_recipe(sweep, tmp_path):
     lines = report([sweep], tmp_path / "page.html").splitlines()
     titles = ["val loss", "± 95%", "sd", "n", "status", "lr", "step", "tokens/s", "faults"]
     assert cells(lines[0]) == [*titles, "total time", "job"]
-    numbers = ["*", "2.1000", f"{HALF:.4f}", f"{math.sqrt(0.02):.4f}", "2", "complete", "0.1"]
+    numbers = ["*", "2.1000", f"{HALF_WIDTH:.4f}", f"{math.sqrt(0.02):.4f}", "2", "complete", "0.1"]
     more = ["100", "40,000", "3", "0:02:03", "optimizer.lr=0.1,run.seed=*-*"]
     assert cells(lines[1]) == [*numbers, *more] and cells(lines[2])[0] == "2.2000"
     best = next(line for line in lines if line.startswith("best: "))
-    assert best.startswith(f"best: 2.1000 ± {HALF:.4f}, mean of 2 seeds; its best seed is {sweep}")
+    assert best.startswith(
+        f"best: 2.1000 ± {HALF_WIDTH:.4f}, mean of 2 seeds; its best seed is {sweep}"
+    )
     advice = f"{sweep} compare` tests whether other settings differ from it"
     assert lines[lines.index(best) + 1].endswith(advice)
     fake_run(sweep / "third", {"optimizer.lr": 0.1, "run.seed": 3}, "preempted", 9.0)
@@ -81,7 +87,7 @@ def test_the_json_document(sweep, monkeypatch, capsys):
     best, other, nothing = document["groups"]
     assert best["parameters"] == {"optimizer.lr": 0.1}
     assert (best["n"], best["mean"]) == (2, pytest.approx(2.1))
-    assert (best["low"], best["high"]) == pytest.approx((2.1 - HALF, 2.1 + HALF))
+    assert (best["low"], best["high"]) == pytest.approx((2.1 - HALF_WIDTH, 2.1 + HALF_WIDTH))
     first = best["jobs"][0]
     assert (first["seed"], first["status"]) == (1, "complete")
     expected = {"step": 100, "val_loss": 2.0, "wall_seconds": 61.5}

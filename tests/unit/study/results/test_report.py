@@ -1,4 +1,4 @@
-"""The report of a sweep: reading run directories, the table, the command line, the tool."""
+"""The report of a sweep: reading run directories, the table, and the command to train again."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ SGD = {"optimizer.name": "sgd", "optimizer.momentum": 0.9}
         ([{"optimizer.lr": 1, "run.name": "a"}, {"optimizer.lr": 2, "run.name": "b"}], ["lr"]),
         ([{"optimizer.lr": 1}, {"optimizer.lr": 1.0}], []),
         ([{"run.seed": 2**62}, {"run.seed": 2**62 + 1}], ["seed"]),
-        # values that a preset implies are not parameters
+        # Values that a preset implies are not parameters.
         ([ADAMW, {**MUON, "optimizer.lr": 0.1}], ["name"]),
         ([ADAMW, {**MUON, "optimizer.lr": 0.1}, {**MUON, "optimizer.lr": 0.2}], ["name", "lr"]),
         ([ADAMW, SGD, {**SGD, "optimizer.lr": 1}], ["name", "lr"]),
@@ -78,8 +78,8 @@ def test_the_newest_configuration_counts(tmp_path):
     assert read_jobs([run])[0].config["optimizer.lr"] == 0.2
 
 
-def test_what_has_no_result(tmp_path):
-    """A process that trains holds the lock, also of a complete run that is resumed."""
+def test_the_status_of_runs_without_a_result(tmp_path):
+    """A training process holds the lock of its run, even if a complete run is resumed."""
     names = ("copied", "running", "stopped")
     runs = {name: fake_run(tmp_path / name, status=None) for name in names}
     runs["resumed"] = fake_run(tmp_path / "resumed", val_loss=1.0)
@@ -114,7 +114,10 @@ def test_a_nonfinite_loss_is_never_the_best(tmp_path, loss):
         ("config.yaml", b"!!python/object/apply:os.system ['touch stolen']"),
         ("config.yaml", b"[1, 2]"),
         ("config.yaml", b"{" * 5000),
-        ("config.yaml", b"a: {b: 1" + b":1" * 200 + b".5}"),  # a number in base 60
+        (
+            "config.yaml",
+            b"a: {b: 1" + b":1" * 200 + b".5}",
+        ),  # YAML 1.1 reads this as a number in base 60
         ("config.yaml", b"\xff\xfe\x00"),
         ("result.json", b'{"status"'),
         ("result.json", b"[" * 100_000),
@@ -132,7 +135,7 @@ def test_a_file_that_cannot_be_read_is_noted(tmp_path, monkeypatch, file, conten
 
 
 def test_nothing_blocks_the_report_and_it_loads_no_torch(tmp_path):
-    """Neither a pipe, nor a device, nor 2 kB that grow exponentially by merging."""
+    """Pipes, devices, and 2 kB of YAML that grow exponentially by merging do not block it."""
     fake_run(tmp_path / "good")
     files = ("config.yaml", "result.json", "metrics.jsonl", ".lock", ".hydra/overrides.yaml")
     for file in (*files, ".hydra/hydra.yaml"):
@@ -257,14 +260,14 @@ def test_without_plotly_the_table_is_printed(tmp_path, monkeypatch):
     assert not (tmp_path / "page.html").exists()
 
 
-# The command line
+# The command that trains a job again
 
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
         ({}, []),
-        # what the command takes from a command line only
+        # The again command takes these keys only from its command line.
         ({"snapshot.path": "s3://mine/x"}, ["snapshot.path=s3://mine/x"]),
         ({"model.code": "mine.py"}, ["--config-dir=DIR", "model.code=mine.py"]),
     ],
@@ -283,7 +286,7 @@ def test_the_command_trains_the_job_again(tmp_path, values, words):
     [
         ("config", "/a conf", ["--config-dir=/b presets"]),
         ("mine", "/", ["--config-name=mine", "--config-path=/", "--config-dir=/b presets"]),
-        # a name that no filesystem takes
+        # No filesystem accepts this name.
         ("mine", "/" + "x" * 300, ["--config-name=mine", "--config-dir=/b presets"]),
     ],
 )
@@ -311,7 +314,7 @@ def test_any_text_survives_hydra():
         assert list(compose("config", overrides).probe.values()) == TEXTS
 
 
-# The tool
+# The report command
 
 
 @pytest.fixture
@@ -328,7 +331,7 @@ def call(monkeypatch, capsys):
         ("s3://key:hunter2@bucket/run", "config error: runs contains credentials"),
     ],
 )
-def test_errors_are_one_line(tmp_path, monkeypatch, call, arg, message):
+def test_an_error_is_one_line(tmp_path, monkeypatch, call, arg, message):
     monkeypatch.chdir(tmp_path)
     code, out, error = call(arg)
     assert (code, out) == (2, "")

@@ -1,4 +1,4 @@
-"""The sequential test of `until=decided`."""
+"""The sequential test behind sweep.until=decided."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def pairs(*differences, reference=1.0):
 
 @pytest.mark.parametrize("differences", [(0.3, -0.1, 0.2), (1.0, 1.1, 0.9, 1.3, 1.2)])
 def test_p_is_the_bayes_factor_of_a_normal_prior_on_the_effect(differences):
-    """The t-statistic has a noncentral t distribution, whose mean over the prior is integrated."""
+    """The t-statistic has a noncentral t distribution. Its mean over the prior is integrated."""
     n = len(differences)
     t = statistics.fmean(differences) / statistics.stdev(differences) * math.sqrt(n)
 
@@ -34,7 +34,7 @@ def test_p_is_the_bayes_factor_of_a_normal_prior_on_the_effect(differences):
 
 
 @pytest.mark.parametrize(("comparisons", "least"), [(1, 5), (3, 6), (10, 7)])
-def test_fewer_pairs_decide_nothing_however_large_the_difference(comparisons, least):
+def test_too_few_pairs_decide_nothing_however_large_the_difference(comparisons, least):
     test = SequentialTest(comparisons)
     assert test.min_pairs == least
     differences = [1e9 + i % 2 for i in range(least)]
@@ -69,7 +69,7 @@ def test_a_decision_stands_although_later_pairs_disagree():
     assert ONE.decided_after(longer) == n
 
 
-def test_a_difference_that_nobody_cares_about_is_decided():
+def test_a_difference_too_small_to_matter_is_decided():
     small = pairs(0.01, -0.01, 0.02, -0.02, 0.0, 0.01, -0.01, 0.005)
     assert ONE.evidence(small).decision is Decision.UNDECIDED
     assert SequentialTest(1, care=0.1).evidence(small).decision is Decision.SMALLER

@@ -1,4 +1,4 @@
-"""The t-tests of two settings, against values worked out by integrating Student's density."""
+"""The t-tests of two settings agree with values from integrating Student's density."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ TWO_ONLY_IN_ONE = {"3": 3.3, "2": 2.2, "1": 1.1, "5": -100.0}
 @pytest.mark.parametrize(
     ("one", "other", "test", "seeds", "left_out", "numbers"),
     [
-        # difference, interval, p; in the first row the mean is 0.2, and the deviation is 0.1
+        # Last come the difference, half the width of its interval, and p. In the first row, the
+        # mean is 0.2 and the standard deviation is 0.1.
         (
             values(1, 2, 3),
             values(1.1, 2.2, 3.3),
@@ -88,7 +89,7 @@ def test_a_difference(one, other, test, seeds, left_out, numbers):
         (range(3), range(3, 6), False),
     ],
 )
-def test_seeds_are_paired_where_most_are_in_both(one, other, expected):
+def test_seeds_are_paired_if_both_settings_have_most_of_them(one, other, expected):
     sides = [{str(seed): 1.0 for seed in seeds} for seeds in (one, other)]
     assert are_paired(*sides) is are_paired(*sides[::-1]) is expected
 
@@ -103,7 +104,7 @@ def test_seeds_are_paired_where_most_are_in_both(one, other, expected):
         (values(1.0, 1.0), values(2.0, 2.1), None),
     ],
 )
-def test_without_chance_there_is_no_test(one, other, reason):
+def test_without_variation_between_seeds_there_is_no_test(one, other, reason):
     why = why_incomparable(one, other)
     assert (why is None) if reason is None else (reason in why)
 
@@ -111,9 +112,9 @@ def test_without_chance_there_is_no_test(one, other, reason):
 @pytest.mark.parametrize(
     ("ps", "tests", "expected"),
     [
-        # 0.01 * 4; 0.02 * 3; 0.03 * 2 = 0.06; then 0.04, which is not below the one before
+        # 0.01 * 4, then 0.02 * 3 and 0.03 * 2. 0.04 rises to 0.06, since p may not fall.
         ([0.04, 0.01, 0.03, 0.02], 4, [0.06, 0.04, 0.06, 0.06]),
-        ([0.002, 0.001], 10, [0.018, 0.01]),  # with tests that were not made
+        ([0.002, 0.001], 10, [0.018, 0.01]),  # counts tests that were not made
         ([0.6, 0.9], 2, [1.0, 1.0]),
         ([], 0, []),
     ],

@@ -1,4 +1,4 @@
-"""`report A B compare`: which of several settings is better, and how sure that is."""
+"""`report A B compare` says which of several settings is better, and how certain that is."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def strict(out):
     return json.loads(out, parse_constant=pytest.fail)
 
 
-# Verdicts of numbers
+# Verdicts on numbers
 
 
 def setting(label, losses, status=None, metric="val_loss", **config):
-    """Return a setting of jobs with these losses by seed; a loss of NaN has diverged."""
+    """Return a setting of jobs with these losses by seed. A job with a loss of NaN has diverged."""
     if not isinstance(losses, dict):
         losses = dict(enumerate(losses, 1))
     jobs = []
@@ -101,7 +101,7 @@ def test_the_verdict_on_two_settings(a, b, expected):
 
 
 def test_losses_of_different_parts_of_the_split_are_not_compared():
-    """One of them would be called better: it was measured on easier windows."""
+    """A setting that was measured on easier windows would be called better."""
     part = {"trainer.eval_steps": 2}
     settings = [setting("a", [1.0, 1.1]), setting("b", [0.5, 0.7], **part)]
     (said,) = verdicts(*settings)
@@ -118,7 +118,7 @@ def test_a_metric_that_a_setting_lacks_is_named():
     assert said.endswith("it has complete jobs, but none of them has recorded accuracy")
 
 
-def test_without_three_seeds_of_all_settings_the_best_has_the_lowest_mean():
+def test_if_a_setting_lacks_three_seeds_the_best_has_the_lowest_mean():
     one, two = setting("1", [1.0, 1.2, 1.4, 0.3]), setting("2", [1.1, 1.1, 1.3])
     first, second = compare([one, two, setting("3", {8: 2.0, 9: 2.1})])
     assert first.reference is second.reference is one
@@ -129,7 +129,7 @@ def test_without_three_seeds_of_all_settings_the_best_has_the_lowest_mean():
 
 
 def test_several_settings_are_corrected_for_all_pairs():
-    """The differences are proportional, so their p are equal: Holm multiplies the first by 3."""
+    """The differences are proportional, so their p-values are equal. Holm triples the first one."""
     losses = [[1.0 + d, 2.01 + 1.1 * d, 3.0 + 1.2 * d] for d in (0.0, 0.1, 0.2)]
     settings = [setting(label, each) for label, each in zip("abc", losses, strict=True)]
     first, second = compare(settings)
@@ -141,7 +141,7 @@ def test_several_settings_are_corrected_for_all_pairs():
 
 
 def replicate(root, losses, first=1, **values):
-    """Write a run for each loss, with seeds from `first` on."""
+    """Write a run for each loss. The seeds begin with `first`."""
     for seed, loss in enumerate(losses, first):
         keys = {"run.seed": seed, **{f"optimizer.{key}": value for key, value in values.items()}}
         name = ",".join(f"{key}={value}" for key, value in keys.items())
@@ -154,7 +154,7 @@ def shown_on_page(directory, heading):
 
 
 def test_the_settings_of_directories(tmp_path, call):
-    """Two recipes, one recipe before and after a change of the code, and single runs."""
+    """They are two recipes, one recipe before and after a change of the code, and single runs."""
     replicate(tmp_path / "a", [1.0, 2.0, 3.0], lr=1e-3)
     replicate(tmp_path / "b", [1.1, 2.2, 3.3], lr=3e-3)
     replicate(tmp_path / "after", [1.1, 2.11, 3.1], lr=1e-3)
@@ -201,8 +201,8 @@ def test_one_seed_each_says_nothing(tmp_path, call):
 
 
 @pytest.mark.parametrize("metric", ["-val_vowels", "val_vowels"])
-def test_a_metric_of_the_users_own(metric, tmp_path, call):
-    """The order, the verdict, the table and the documents follow it, whichever way is better."""
+def test_a_user_metric_ranks_the_settings(metric, tmp_path, call):
+    """The order, the verdict, the table and the documents follow it, up or down."""
     replicate(tmp_path, [1.0, 1.1, 1.2], lr=1e-3)
     replicate(tmp_path, [2.0, 2.1, 2.3], lr=3e-3)
     for result in tmp_path.glob("*/result.json"):
@@ -230,7 +230,7 @@ def test_a_metric_of_the_users_own(metric, tmp_path, call):
 
 
 def halves(root, other):
-    """Write two settings of six seeds, of which the last three have recorded other things."""
+    """Write two settings of six seeds. The last three seeds have recorded these other values."""
     for lr in (1e-3, 3e-3):
         replicate(root, [1.0 + lr, 2.0 + lr, 3.0 + lr, 1.1, 2.3, 3.2], lr=lr)
     for run in root.iterdir():
@@ -286,7 +286,7 @@ VERSIONS = "the jobs were trained with several versions of"
     ],
     ids=["file", "accepted", "recorded", "earlier file", "package", "text"],
 )
-def test_seeds_of_other_code_or_text_are_another_setting(
+def test_seeds_with_other_code_or_another_text_form_another_setting(
     other, words, settings, note, tmp_path, call
 ):
     halves(tmp_path, other)
@@ -299,7 +299,7 @@ def test_seeds_of_other_code_or_text_are_another_setting(
     assert [each for each in table["notes"] if each in notes] == notes
 
 
-def test_a_job_that_has_not_ended_is_with_the_others_of_its_setting(tmp_path, call):
+def test_a_job_that_has_not_ended_belongs_to_its_setting(tmp_path, call):
     halves(tmp_path, {})
     fake_run(tmp_path / "more", {"run.seed": 9, "optimizer.lr": 1e-3}, status=None)
     groups = strict(call(tmp_path, "format=json")[1])["groups"]
@@ -321,7 +321,7 @@ def test_each_verdict_is_recorded_next_to_the_runs(tmp_path, call, monkeypatch):
     assert err == "" and record.pop("when").startswith("20")
     assert record == {"runs": ["outputs/lr/a", "outputs/lr/b"], **strict(out)}
     with ledger.open("a") as file:
-        file.write('{"runs": 1')  # a process was killed
+        file.write('{"runs": 1')  # a killed process leaves such a line
     call("outputs/lr/b", "outputs/lr/a", "compare")
     lines = ledger.read_text().splitlines()
     assert len(lines) == 3 and json.loads(lines[2])["runs"] == ["outputs/lr/b", "outputs/lr/a"]
@@ -332,7 +332,7 @@ def test_each_verdict_is_recorded_next_to_the_runs(tmp_path, call, monkeypatch):
 
 
 def test_the_better_setting_is_better_over_the_tested_seeds(tmp_path, call):
-    """In the text, the document, the table and the page."""
+    """This holds in the text, the JSON document, the table and the page."""
     replicate(tmp_path, [1.10, 1.113, 1.121, 0.80, 0.81], lr=1e-2)
     replicate(tmp_path, [1.00, 1.01, 1.02], lr=2e-2)
     verdict = "lr=0.02 is better than lr=0.01 by 0.1013 ± 0.0038 ("
@@ -355,8 +355,8 @@ def test_the_better_setting_is_better_over_the_tested_seeds(tmp_path, call):
     assert "learning rate: 0.02" in shown_on_page(tmp_path, "Best configuration")
 
 
-def test_no_best_is_named_against_a_verdict(tmp_path, call):
-    """The best at the three shared seeds is worse at the twelve that two settings have."""
+def test_the_named_best_does_not_contradict_a_verdict(tmp_path, call):
+    """The best at the three shared seeds is worse at the twelve seeds that two settings have."""
     usual = {seed: 2 + 0.3 * math.sin(7 * seed) for seed in range(1, 13)}
     better = [value + (0.001 if seed < 4 else -0.1 - 0.001 * seed) for seed, value in usual.items()]
     replicate(tmp_path, [*usual.values()], lr=1)
@@ -369,7 +369,7 @@ def test_no_best_is_named_against_a_verdict(tmp_path, call):
 
 
 def test_a_setting_with_diverged_seeds_has_no_mean_and_is_never_the_best(tmp_path, call):
-    """It has the best mean of the survivors. One of its jobs has no result, but a last loss."""
+    """Without the diverged seeds it would have the best mean. One job has only a last loss."""
     replicate(tmp_path, [1.00, 1.01, 1.03, 1.02, 1.0], lr=1)
     replicate(tmp_path, [1.10, 1.12, 1.12, 1.13, 1.1], lr=2)
     replicate(tmp_path, [0.90, 0.91, 0.92, NAN], lr=5)
@@ -392,7 +392,7 @@ def test_a_setting_with_diverged_seeds_has_no_mean_and_is_never_the_best(tmp_pat
     assert note in shown_on_page(tmp_path, "Comparison")
 
 
-def test_where_all_settings_diverged_none_is_the_best(tmp_path, call):
+def test_if_all_settings_diverged_none_is_the_best(tmp_path, call):
     for lr in (1, 2):
         replicate(tmp_path, [1.0, 1.1, math.inf], lr=lr)
     lines = call(tmp_path, "compare")[1].splitlines()
@@ -405,7 +405,7 @@ def test_where_all_settings_diverged_none_is_the_best(tmp_path, call):
     assert "best: " not in table and "*  " not in table
 
 
-def test_what_turns_the_direction_of_text_is_escaped(tmp_path, call):
+def test_characters_that_reverse_the_text_direction_are_escaped(tmp_path, call):
     for number, name in enumerate(("x\u202ey\x1b[2J", "x\u2066z\u2028\n\x07")):
         for seed in (1, 2, 3):
             keys = {"run.seed": seed, "model.name": name}
@@ -420,7 +420,7 @@ def test_what_turns_the_direction_of_text_is_escaped(tmp_path, call):
 
 
 def decided_at(root, losses, decided, seeds=12, care=None):
-    """Record that a comparison of learning rates with until=decided has these pairs."""
+    """Record a comparison of learning rates with until=decided that has these pairs."""
     runs = {
         label: {str(seed): f"run.seed={seed},optimizer.lr={label}" for seed in range(1, seeds + 1)}
         for label in losses
@@ -443,8 +443,8 @@ def test_a_recorded_decision_counts_whatever_the_results_say(tmp_path, call):
     assert said in unescape((tmp_path / "report.html").read_text())
 
 
-def test_nothing_else_is_said_of_settings_that_are_not_decided(tmp_path, call):
-    """The fixed test would call lr=0.001 better, but results have chosen the number of seeds."""
+def test_undecided_settings_get_no_verdict_of_a_fixed_test(tmp_path, call):
+    """It would call lr=0.001 better, but the number of seeds was chosen by looking at results."""
     root, other = tmp_path / "a", tmp_path / "b"
     decided_at(root, {"0.001": [1.0, 1.1, 1.2], "0.003": [2.0, 2.11, 2.19]}, {})
     said = call(root, "compare")[1].splitlines()[-1]
@@ -465,7 +465,7 @@ def test_a_diverged_seed_ends_a_comparison_until_decided(tmp_path, call):
 
 
 def test_seeds_of_another_sweep_do_not_turn_it_into_a_fixed_test(tmp_path, call):
-    """The other sweep has the same settings, so that its jobs join those of the first one."""
+    """The other sweep has the same settings, so its jobs are grouped with those of the first."""
     root, other = tmp_path / "a", tmp_path / "b"
     decided_at(root, {"0.001": [2.0, 2.1, 2.2], "0.003": [3.0, 3.1, 3.21]}, {})
     replicate(other, [1.0, 1.1, 1.2], first=20, lr=0.001)

@@ -1,4 +1,4 @@
-"""The page that is written again while jobs run."""
+"""`report watch=true` writes the page again and again while jobs run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def identity(path: Path) -> int | None:
 
 
 @pytest.mark.parametrize("locked", ["a job", "a sweep without a job"])
-def test_the_page_is_written_until_nothing_runs(tmp_path, monkeypatch, capsys, locked):
+def test_the_page_is_written_until_no_job_runs(tmp_path, monkeypatch, capsys, locked):
     monkeypatch.setattr(report, "WATCH_S", 0.05)
     is_job = locked == "a job"
     run = fake_run(tmp_path / "b", status=None, steps=40) if is_job else tmp_path
@@ -57,7 +57,7 @@ def test_the_page_is_written_until_nothing_runs(tmp_path, monkeypatch, capsys, l
     assert not [*tmp_path.glob(".*.partial")]
 
 
-def test_it_waits_for_a_directory_and_refuses_a_file(tmp_path, monkeypatch, capsys, call):
+def test_watching_waits_for_a_directory_and_refuses_a_file(tmp_path, monkeypatch, capsys, call):
     monkeypatch.setattr(report, "WATCH_S", 0.05)
     sweep = tmp_path / "sweep"
     page = sweep / "report.html"
@@ -72,7 +72,7 @@ def test_it_waits_for_a_directory_and_refuses_a_file(tmp_path, monkeypatch, caps
     assert code == 2 and "report.html is not a directory" in error
 
 
-def test_ctrl_c_ends_it_with_the_table(tmp_path):
+def test_ctrl_c_ends_watching_with_the_table(tmp_path):
     run = fake_run(tmp_path / "a", status=None)
     page = run / "report.html"
     with open(run / ".lock", "w") as lock:
@@ -100,7 +100,7 @@ def test_ctrl_c_ends_it_with_the_table(tmp_path):
     ],
     ids=str,
 )
-def test_mistakes_are_one_line(tmp_path, monkeypatch, call, words, message):
+def test_a_mistake_gives_one_line(tmp_path, monkeypatch, call, words, message):
     monkeypatch.chdir(tmp_path)
     fake_run(tmp_path / "a")
     assert call(*words) == (2, "", f"config error: {message}\n")

@@ -1,4 +1,4 @@
-"""The commands of the documents that start a sweep are accepted, each with its last values."""
+"""The sweep commands in the documents are accepted. Each is tried with its last values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job of a sweep returns that an earlier start has completed."""
+"""The values that a sweep returns for jobs which an earlier start has completed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_complete_job_has_its_objective(tmp_path):
     (job.directory / "config.yaml").write_text(yaml.safe_dump(config.to_dict()))
     for measured, expected in (
         ({"val_loss": 2.0, "val_bits_per_byte": 2.5}, [2.0, 2.5]),
-        ({"val_loss": 2.0}, [2.0, math.inf]),  # complete, and ranked last
+        ({"val_loss": 2.0}, [2.0, math.inf]),  # complete, but without this number, so ranked last
         ({"val_loss": None, "val_bits_per_byte": 2.5}, [None, None]),
     ):
         (job.directory / "result.json").write_text(

@@ -1,4 +1,4 @@
-"""Whether the recorded result of a complete job still counts."""
+"""A recorded result of a complete job counts only if its text is still the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mingpt_ddp.study.sweeps.kept_results import KeptResults
 
 @pytest.fixture
 def config(tmp_path) -> Config:
-    """A job on a text of the user."""
+    """Return the configuration of a job that trains on a user's text."""
     text = tmp_path / "my.txt"
     text.write_text("To be, or not to be. " * 50)
     return from_mapping(configure("model=gpt_nano", "data=text_file", f"data.path={text}"))
@@ -29,7 +29,7 @@ def check(run: Path, config: Config, **data: str) -> None:
     KeptResults().check(run, config)
 
 
-def test_a_result_of_this_text_counts_and_so_does_one_without_a_record(config, tmp_path):
+def test_a_result_counts_if_its_text_is_the_same_or_not_recorded(config, tmp_path):
     check(tmp_path / "same", config, sha256=sha256_of_text(config.data))
     check(tmp_path / "unknown", config)
 

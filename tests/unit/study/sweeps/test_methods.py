@@ -1,4 +1,4 @@
-"""The settings of samplers and pruners are those of the installed Optuna, and documented."""
+"""Samplers and pruners have the settings of the installed Optuna, and all are documented."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from mingpt_ddp.config.keys.sweep_config import SweepConfig
 from mingpt_ddp.study.sweeps.search.methods import PRUNERS, SAMPLERS
 
-# Deprecated, with equal defaults from Optuna 4.7 on, or functions.
+# Settings that are deprecated, have equal defaults from Optuna 4.7 on, or are functions.
 NOT_OFFERED = {
     "self",
     "seed",

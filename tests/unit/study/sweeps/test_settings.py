@@ -1,4 +1,4 @@
-"""Which jobs run at a time, and what a sweep keeps of that."""
+"""The slots for concurrent jobs, and the cores and threads that a sweep records."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def base() -> Config:
 
 @pytest.fixture
 def configure(base):
-    """Return a function that makes the configuration of a job, from the settings of its sweep."""
+    """Return a function that makes the configuration of a job from its sweep settings."""
 
     def configure(ranks: int | str | None = None, device: str = "auto", **settings) -> Config:
         ddp = base.ddp if ranks is None else replace(base.ddp, nproc_per_node=ranks)
@@ -65,7 +65,9 @@ def check(config: Config, launcher: str = LOCAL, env: DistEnv = ALONE):
     ],
     ids=str,
 )
-def test_what_external_launchers_and_torchrun_refuse(settings, on_slurm, in_lock_step, configure):
+def test_settings_that_external_launchers_and_torchrun_refuse(
+    settings, on_slurm, in_lock_step, configure
+):
     config = configure(**settings)
     assert check(config) == config.sweep, "on this machine"
     ranks = DistEnv(world_size=2, is_standalone=False)

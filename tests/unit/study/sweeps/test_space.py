@@ -1,4 +1,4 @@
-"""Hydra's sweeps as Optuna's distributions, and drawn values."""
+"""Hydra's sweep syntax becomes Optuna's distributions. Drawn values become overrides."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_distributions(text, expected):
 
 
 def test_different_distributions_have_different_descriptions():
-    """A search records them, and refuses a start with others."""
+    """A search records the descriptions, and refuses to start with others."""
     texts = {
         "interval(1,5)": "interval(1.0,5.0)",
         "tag(log,interval(1,5))": "tag(log,interval(1.0,5.0))",
@@ -81,7 +81,7 @@ def test_the_last_override_of_a_key_counts_and_the_order_does_not():
         "int(interval(0,1e300))",
     ],
 )
-def test_an_invalid_space_is_one_line(text):
+def test_an_invalid_space_gives_one_line(text):
     with pytest.raises(ConfigError) as caught:
         space(f"a.b={text}")
     line = str(caught.value)
@@ -89,7 +89,7 @@ def test_an_invalid_space_is_one_line(text):
 
 
 @pytest.mark.parametrize("text", ["'1'", "[1,2]", "{b:c}", "true", "'a b'", '"a,b"'])
-def test_a_choice_is_an_override_again(text):
+def test_a_drawn_choice_is_the_original_override(text):
     parser = OverridesParser.create()
     (typed,) = parser.parse_overrides([f"a={text}"])
     (drawn,) = set(space(f"a={text},other")["a"].choices) - {"other"}
@@ -113,7 +113,7 @@ def test_drawn_floats_are_short(value, low, high, expected):
     assert rounded(value, Float(low, high)) == expected
 
 
-def test_a_drawn_number_with_a_step_is_the_decimal_that_is_meant():
+def test_a_drawn_number_with_a_step_is_an_exact_decimal():
     stepped = Float(0.1, 0.4, step=0.1)
     assert 0.1 + 2 * 0.1 != 0.3
     assert [rounded(0.1 + k * 0.1, stepped) for k in range(4)] == [0.1, 0.2, 0.3, 0.4]

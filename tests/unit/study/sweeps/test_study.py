@@ -1,4 +1,7 @@
-"""The study of a search: what it draws, records and prunes, and what a kill or a disk leaves."""
+"""The study of a search draws values, records results and prunes jobs.
+
+Its journal survives kills and full disks.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def config() -> Config:
 
 @pytest.fixture
 def open_study(config, tmp_path):
-    """Return a function that opens the study as a start does."""
+    """Return a function that opens the study as the start of a sweep does."""
 
     def open_study(directory: Path = tmp_path, **settings: Any) -> Study:
         sweep = SweepConfig(**{"sampler": "random", **settings})
@@ -49,7 +52,7 @@ def open_study(config, tmp_path):
 
 
 def end(study: Study, directory: Path, number: int, loss: float, status="complete") -> None:
-    """Write the result of a job, and record it."""
+    """Write the result of a job, and record it in the study."""
     job = directory / f"job-{number}"
     job.mkdir(exist_ok=True)
     (job / "result.json").write_text(json.dumps({"status": status, "val_loss": loss}))
@@ -57,7 +60,7 @@ def end(study: Study, directory: Path, number: int, loss: float, status="complet
 
 
 def load(directory: Path) -> list[optuna.trial.FrozenTrial]:
-    """Read the only study of a journal as Optuna's own tools do."""
+    """Read the single study of a journal as Optuna's own tools do."""
     backend = optuna.storages.journal.JournalFileBackend(str(directory / "study.journal"))
     storage = optuna.storages.JournalStorage(backend)
     return optuna.load_study(study_name=None, storage=storage).trials
@@ -68,7 +71,7 @@ def load(directory: Path) -> list[optuna.trial.FrozenTrial]:
 def test_a_restart_keeps_the_values_and_repeats_no_draw(
     open_study, tmp_path, sampler, capfd, caplog
 ):
-    """Before each trial, without a line or a warning of Optuna's."""
+    """The restart may come before any trial. Optuna prints no lines or warnings."""
     caplog.set_level(logging.DEBUG)
     settings = {"n_startup_trials": 2}
     if sampler == "gp":
@@ -93,7 +96,7 @@ def test_a_restart_keeps_the_values_and_repeats_no_draw(
 
 
 def test_the_end_of_each_trial(open_study, tmp_path):
-    """Once, also in a directory that has been moved."""
+    """Each end is recorded once. It can be read after the directory was moved."""
     study = open_study()
     for number in range(4):
         study.values(number)
@@ -137,20 +140,20 @@ def test_a_pruner_ends_the_worst_and_a_kill_repeats_its_decision(
     assert study.report(3, 10, sign * 9.0) is None
     reason = f"other jobs have better evaluations (sweep.pruner={pruner})"
     assert study.report(3, 20, sign * 2.5) == reason
-    if pruner == "median":  # asha decides once at each of its rungs
+    if pruner == "median":  # asha decides only once at each of its rungs
         journal = tmp_path / "study.journal"
         *lines, decision = journal.read_bytes().splitlines(keepends=True)
         assert b"pruned_at" in decision
-        journal.write_bytes(b"".join(lines))  # as a kill before the decision is recorded
+        journal.write_bytes(b"".join(lines))  # simulates a kill before the decision is recorded
         assert open_study(**settings).report(3, 20, sign * 2.5) == reason
-    again = open_study(**settings)  # after a kill, before the job has ended
+    again = open_study(**settings)  # simulates a restart after a kill, before the job has ended
     assert again.report(3, 10, sign * 9.0) is None
     assert again.report(3, 20, sign * 2.5) == reason
     again.values(4)
     assert again.report(4, 20, sign * 0.5) is None
     assert again.report(4, 40, sign * 0.4) is None
     again = open_study(**settings)
-    for number in (5, 6, 7):  # jobs that run beside it, and do not wait for it
+    for number in (5, 6, 7):  # concurrent jobs, which do not wait for job 4
         again.values(number)
         for step in (20, 40):
             assert again.report(number, step, sign * 0.1) is None
@@ -159,14 +162,14 @@ def test_a_pruner_ends_the_worst_and_a_kill_repeats_its_decision(
     assert load(tmp_path)[4].intermediate_values == {20: sign * 0.5, 40: sign * 0.4}
 
 
-def test_what_a_kill_leaves_beside_the_journal_is_removed(open_study, tmp_path, monkeypatch):
+def test_files_that_a_kill_leaves_beside_the_journal_are_removed(open_study, tmp_path, monkeypatch):
     values = open_study().values(0)
     path = tmp_path / "study.journal"
     for name in (f"{path.name}.lock", f"{path.name}.lock1234.rename"):
         (tmp_path / name).symlink_to(path)
     with path.open("ab") as file:
         file.write(b'{"op_code":4,"wor')
-    monkeypatch.delattr(time, "sleep")  # with which Optuna waits 30 seconds for a lock
+    monkeypatch.delattr(time, "sleep")  # Optuna would wait 30 seconds for a lock
     study = open_study()
     assert (study.values(0), study.values(1)) == (values, load(tmp_path)[1].params)
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
@@ -187,17 +190,17 @@ ANOTHER = "trial 0 does not belong to this search"
         (r"(.*\n)*", "[" * 100_000 + "\n", DAMAGED),
         (r"(.*\n)*", "\udcff\udcfe\n", DAMAGED),
         (r"(.*\n)*", "notes", DAMAGED),
-        # values of another program would become overrides, such as the key of a file of code
+        # Values from another program would become overrides, for example a key that runs code.
         (r'"kind":(?=\d|"{)', '"task.code":', ANOTHER),
-        (r'(?<=\\")a(?=\\")', "a.py", ANOTHER),  # another choice
+        (r'(?<=\\")a(?=\\")', "a.py", ANOTHER),  # not one of the choices
         (r'"lr":[0-9.e-]+', '"lr":1e300', ANOTHER),  # out of range
         (r'"job":"job-0"', '"other":1', ANOTHER),
         (r'"job":"job-0"', '"job":"../elsewhere"', ANOTHER),
         (r'"job":"job-0"', '"job":5', ANOTHER),
     ],
 )
-def test_a_journal_that_others_have_written_is_refused(open_study, tmp_path, old, new, message):
-    """In one line, and it stays as it is."""
+def test_a_journal_from_another_program_is_refused(open_study, tmp_path, old, new, message):
+    """It is refused in one line, and not changed."""
     study = open_study()
     study.values(0)
     end(study, tmp_path, 0, 1.0)
@@ -226,7 +229,7 @@ def test_only_a_regular_file_is_read(open_study, tmp_path):
 
 
 def test_a_full_disk_leaves_no_half_line(open_study, tmp_path):
-    """The same process goes on once there is room again, and so does another one."""
+    """Once there is room again, the same process and a new one can continue."""
     study = open_study()
     study.values(0)
     path = tmp_path / "study.journal"

@@ -1,4 +1,4 @@
-"""The exit code of a sweep with failed jobs, and its advice."""
+"""The exit code and the advice of a sweep with failed jobs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENDS = {
         (["crash"], FAILURE),
         (["crash", "mistake"], USER_ERROR),
         (["mistake", "crash"], FAILURE),
-        (["crash", "complete"], USER_ERROR),  # the other job's
+        (["crash", "complete"], USER_ERROR),  # the exit code of the other job
     ],
 )
 def test_the_last_attempt_of_each_job_decides(attempts, code, tmp_path):
@@ -36,7 +36,7 @@ def test_the_last_attempt_of_each_job_decides(attempts, code, tmp_path):
     sweep = Sweep(env=DistEnv(), config=config, directory=tmp_path, planned=2)
     sweep.record(SweepPlace(1, "another job"), ENDS["mistake"])
     for end in attempts:
-        sweep.failed.pop(0, None)  # as a retry does
+        sweep.failed.pop(0, None)  # a retry does the same
         sweep.record(SweepPlace(0, "a job"), replace(ENDS[end], directory=tmp_path / "job"))
     outcome = sweep.finish()
     assert (outcome.exit_code, type(outcome.error)) == (code, JobError)
@@ -58,7 +58,7 @@ BOTH = f"{RETRY}; a job with a config error needs other settings"
     ],
 )
 def test_a_retry_is_advised_only_if_it_may_help(ends, planned, advice, tmp_path):
-    """The same command meets the same config error again."""
+    """After a config error, the same command would fail again."""
     config = typed(configure(f"run.root={tmp_path}"))
     sweep = Sweep(env=DistEnv(), config=config, directory=tmp_path, planned=planned)
     for number, end in enumerate(ends):

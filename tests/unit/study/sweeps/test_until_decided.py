@@ -1,4 +1,4 @@
-"""Which jobs sweep.until=decided still needs."""
+"""sweep.until=decided trains only the jobs that a decision still needs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def start(root, seeds=SEEDS, care=None):
 
 
 def end(jobs, root, number, loss):
-    """Let a job end with this loss."""
+    """Write the result of a job that ends with this loss."""
     directory = root / f"job{number}"
     directory.mkdir(exist_ok=True)
     (directory / "result.json").write_text(json.dumps({"val_loss": loss}))
@@ -33,7 +33,10 @@ def end(jobs, root, number, loss):
 
 
 def loss_of(number):
-    """The second setting is much worse than the first; the third is the same, with noise."""
+    """Return the loss of a job. The second of three settings is much worse than the first.
+
+    The third is as good as the first, with noise.
+    """
     seed, setting = divmod(number, 3)
     return seed + [0.0, 1.0 + seed / 50, (-1) ** seed / 10][setting]
 
@@ -42,7 +45,7 @@ def needed(jobs, failed=()):
     return [number for number in range(3 * len(SEEDS)) if jobs.is_needed(number, failed)]
 
 
-def test_a_decided_setting_gets_no_more_seeds_after_a_restart_too(tmp_path):
+def test_a_decided_setting_gets_no_more_seeds_even_after_a_restart(tmp_path):
     jobs = start(tmp_path)
     assert len(needed(jobs)) == 36 and jobs.n_needed_settings(()) == 3
     for number in range(3 * 6):
@@ -53,7 +56,7 @@ def test_a_decided_setting_gets_no_more_seeds_after_a_restart_too(tmp_path):
     assert [*read_sequential(tmp_path).decided] == ["lr=2"]
 
 
-def test_a_difference_that_nobody_cares_about_is_decided_too(tmp_path, caplog):
+def test_a_difference_too_small_to_matter_is_decided_too(tmp_path, caplog):
     caplog.set_level("INFO")
     jobs = start(tmp_path, care=0.5)
     for number in range(3 * len(SEEDS)):
@@ -64,8 +67,8 @@ def test_a_difference_that_nobody_cares_about_is_decided_too(tmp_path, caplog):
     assert "lr=3 differs from lr=1 by less than 0.5" in caplog.text
 
 
-def test_pairs_count_in_the_order_of_seeds_not_of_ends(tmp_path):
-    """The results of later seeds wait for the first one."""
+def test_pairs_count_in_the_order_of_their_seeds(tmp_path):
+    """If jobs with later seeds end first, their results wait."""
     jobs = start(tmp_path)
     for number in range(3, 3 * 9):
         end(jobs, tmp_path, number, loss_of(number))
@@ -94,7 +97,7 @@ def test_a_result_without_the_metric_ends_the_comparisons_of_its_setting(tmp_pat
     assert {number % 3 for number in needed(jobs)} == {0, 2}
 
 
-def test_seeds_may_be_added_at_the_end_only(tmp_path):
+def test_seeds_may_be_added_only_at_the_end(tmp_path):
     start(tmp_path)
     start(tmp_path, [*SEEDS, "13"])
     start(tmp_path, SEEDS[:6])
@@ -104,7 +107,7 @@ def test_seeds_may_be_added_at_the_end_only(tmp_path):
             start(tmp_path, seeds, care)
 
 
-def test_a_broken_record_counts_as_none(tmp_path):
+def test_a_damaged_record_counts_as_missing(tmp_path):
     whole = {"settings": SETTINGS, "seeds": SEEDS, "metric": None, "care": None, "runs": {}}
     for record in (
         None,
@@ -122,14 +125,14 @@ RULE = ["run.name=lr"]
 
 
 def rule(*words):
-    """Return the rule of a sweep with these words."""
+    """Return the stopping rule of a sweep with these words."""
     parser = OverridesParser.create()
     constant = [word for word in words if "," not in word and "(" not in word]
     config = replace(typed(configure(*constant)), sweep=SweepConfig(until="decided"))
     return sequential_rule(config, parser.parse_overrides([*words]))
 
 
-def test_shuffled_values_keep_their_places():
+def test_shuffled_values_keep_their_order_when_restarted():
     words = [*RULE, "run.seed=shuffle(range(1,13))", "optimizer.lr=shuffle(1,2,3,4,5)"]
     first, second = rule(*words), rule(*words)
     assert (first.seeds, first.settings) == (second.seeds, second.settings)
