@@ -109,8 +109,8 @@ class Operation(NamedTuple):
     Attributes:
         call: Runs the collective on a message, whose output starts as a copy of its input.
         expected: Computes the correct values of the output's first elements.
-        shares: busbw is algbw times this number times (ranks - 1) / ranks. If it is 0, both are
-            equal. Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+        shares: busbw is algbw times this number times (ranks - 1) / ranks. 0 stands for a busbw
+            that equals algbw. Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
     """
 
     call: Callable[[Message], object]
@@ -200,7 +200,7 @@ def gather(value: float, device: torch.device) -> list[float]:
 def check(ok: bool, message: str) -> None:
     """End with exit code 2 unless `ok`.
 
-    Every rank prints the message, because torchrun ends all ranks after the first one.
+    Every rank prints the message, because torchrun ends all ranks once the first one has ended.
     """
     if not ok:
         print(f"error: {message}", file=sys.stderr, flush=True)

@@ -5,7 +5,7 @@
 
 On a machine with four GPUs, each of the two ranks has two: local rank 0 has GPUs 0 and 2, local
 rank 1 has GPUs 1 and 3. Without a GPU all layers are on the CPU. The layout does not change the
-numbers. The GPUs of a rank work one after the other: they make room for a larger model, but they
+results. The GPUs of a rank work one after the other: they make room for a larger model, but they
 are not faster than one.
 """
 

@@ -262,9 +262,9 @@ class AllReduceSum(torch.autograd.Function):
 class BatchNorm(nn.BatchNorm2d):
     """Batch normalization over all ranks that also works on CPUs, unlike torch's SyncBatchNorm.
 
-    With ddp.sync_batchnorm=true a run on CPUs sets `over_all_ranks` before it trains. It gives
-    every rank exactly one micro-batch in a step, so that all ranks compute the same sums. A run on
-    GPUs replaces this class by torch's SyncBatchNorm.
+    With ddp.sync_batchnorm=true a run on CPUs sets `over_all_ranks` before it trains. The run then
+    gives every rank exactly one micro-batch in a step, so that all ranks compute the same sums. A
+    run on GPUs replaces this class by torch's SyncBatchNorm.
 
     Source: Ioffe and Szegedy 2015, "Batch Normalization" (arXiv:1502.03167).
     """

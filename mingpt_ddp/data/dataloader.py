@@ -27,8 +27,8 @@ GATHER_TOKENS = 1 << 15
 EVALUATION_BATCH_TOKENS = 4096
 # A text stays on a GPU if it takes at most this share of the GPU's memory.
 MAX_RESIDENT_FRACTION = 1 / 8
-# Number of tokens copied to a GPU in one piece. A rank holds no more of the memory-mapped text on
-# the host.
+# Number of tokens copied to a GPU in one piece. A rank never holds more than one piece of the
+# memory-mapped text in host memory.
 RESIDENT_CHUNK = 1 << 24
 
 
@@ -70,7 +70,7 @@ class BatchPlan:
 
 
 def with_batch_size(config: Config, world_size: int, recorded_batch_size: int | None) -> Config:
-    """Replace `batch_size_per_rank` in the configuration by the `batch_size` that it gives.
+    """Replace `batch_size_per_rank` in the configuration by the equivalent `batch_size`.
 
     The run keeps its name.
 
@@ -126,7 +126,8 @@ def plan_batches(config: Config, world_size: int, kept: int | None = None) -> Ba
             f"{world_size} ranks; use at most {plan.n_micro}, or a new run with a larger batch or "
             "smaller micro-batches"
         )
-    # The next replay of the graph would overwrite the gradients of this one.
+    # A CUDA graph runs one micro-batch. Replaying it for the next micro-batch would overwrite the
+    # gradients of the first.
     if trainer.compile == "cuda_graphs" and plan.n_micro > 1:
         raise ConfigError(
             f"trainer.compile=cuda_graphs needs one micro-batch, but trainer.batch_size={batch} "

@@ -112,7 +112,7 @@ def _target(url: str, name: str, version: Any, cache: Path) -> Path:
 
 
 def _version_of(url: str) -> Any:
-    """Look up JSON values that change with the content at a URL. Return None if it has none."""
+    """Look up JSON values that change with the content at a URL. Return None if there are none."""
     try:
         fs, name, is_local = open_filesystem(url)
         if is_local:

@@ -31,12 +31,12 @@ FLOOD_MIN_COUNT = 16
 # terminals write backspace, tab, form feed and escape, chats write the codes of colours, and
 # records are separated by four others.
 CONTROLS = bytes({*range(32), 127} - {*b"\b\t\n\v\f\r\x1b", *b"\x02\x03\x0f\x16", *range(28, 32)})
-READ = "read it with a reader of your own (docs/your-own-model.md)"
+USE_READER = "read it with a reader of your own (docs/your-own-model.md)"
 CONVERT = "convert it: iconv -f {} -t UTF-8 OLD >NEW"
 READ_RECORDS = "read it with data.format={}"
 WAYS_OUT = (
     f"{CONVERT.format('ISO-8859-1')}; or, if these are tokens, add data.format=tokens "
-    f"(docs/data.md); or {READ}"
+    f"(docs/data.md); or {USE_READER}"
 )
 
 
@@ -72,10 +72,12 @@ JSON_LINES = Kind("JSON Lines", READ_RECORDS.format("jsonl"), "jsonl")
 JSON_ARRAY = Kind("a JSON array of objects", READ_RECORDS.format("jsonl"), "jsonl")
 PARQUET = Kind("Parquet", READ_RECORDS.format("parquet"), "parquet")
 ARROW = Kind("Arrow", "write it as Parquet: dataset.to_parquet('data.parquet')")
-NUMPY = Kind("NumPy", f"if these are tokens, add data.format=tokens (docs/data.md), else {READ}")
+NUMPY = Kind(
+    "NumPy", f"if these are tokens, add data.format=tokens (docs/data.md), else {USE_READER}"
+)
 NOT_UTF8 = Kind("not UTF-8", WAYS_OUT)
 BINARY = Kind("binary data with NUL bytes, such as tokens", WAYS_OUT)
-FLOODED = Kind("text with control characters", f"{READ}, or as text with data.format=text")
+FLOODED = Kind("text with control characters", f"{USE_READER}, or as text with data.format=text")
 ARCHIVE = "name the files in it: 'data.path=\"{}://**::FILE\"'"
 ZIP = Kind("a zip archive", ARCHIVE.format("zip"))
 TAR = Kind("a tar archive", ARCHIVE.format("tar"))
@@ -88,7 +90,8 @@ SUFFIXES = {
     ".arrow": ARROW,
     ".feather": ARROW,
 }
-FORMATS = {
+# Patterns of the first bytes of a file, by format.
+MAGIC_PATTERNS = {
     PARQUET: rb"PAR1",
     ARROW: rb"ARROW1\0\0|FEA1|\xff{4}.{3}\0",
     NUMPY: rb"\x93NUMPY",
@@ -98,8 +101,8 @@ FORMATS = {
 WIDE_ENCODINGS = ("UTF-32LE", "UTF-32BE", "UTF-16LE", "UTF-16BE")  # with or without a BOM
 # Matches the text after the first object of an array: a comma, the end of the array, or a cut.
 AFTER_OBJECT = re.compile(r"\s*(,\s*(\{|$)|\]?\s*$)")
-# If the error in JSON is at most this many characters before its end, the JSON may just be cut off.
-# The longest item in which a cut is an error at its begin is an escape such as \u0000.
+# JSON may just be cut off if the parser reports an error in the last few characters. The parser
+# reports the start of the item that is cut. The longest such item is an escape such as \u0000.
 LONGEST_LITERAL = 6
 ARRAY = re.compile(r"\[\s*(?=\{)")
 # The split that the name of a file or of a directory, in lower case, stands for.
@@ -179,7 +182,7 @@ def kind_of_file(path: Path) -> Kind:
 
 
 def kind_of(head: bytes) -> Kind:
-    """Recognize the format of a file's content. It is TEXT if it is UTF-8 and no other format.
+    """Recognize the format of a file's content. It is TEXT if it is UTF-8 and looks like no other.
 
     Args:
         head: The first HEAD_BYTES of the content, decompressed. If there are fewer bytes, they are
@@ -219,7 +222,7 @@ def _decoded(head: bytes, encoding: str) -> str | None:
 
 
 def _binary_format(head: bytes) -> Kind | None:
-    for kind, pattern in FORMATS.items():
+    for kind, pattern in MAGIC_PATTERNS.items():
         if re.match(pattern, head, re.DOTALL):
             return kind
     for encoding in WIDE_ENCODINGS:

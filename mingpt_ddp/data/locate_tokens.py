@@ -6,7 +6,7 @@ import numpy as np
 
 from mingpt_ddp.config.keys.components import DataConfig
 from mingpt_ddp.data.dataset import EncodedText
-from mingpt_ddp.data.text.encode import divide
+from mingpt_ddp.data.text.encode import split_texts
 from mingpt_ddp.data.text.text import Text, sha256_of_all
 from mingpt_ddp.data.tokenizers.tokenizer import NoTokenizer, Tokenizer
 from mingpt_ddp.data.tokens.token_files import TokenFile, cut, find_largest
@@ -35,7 +35,7 @@ def locate(
         lengths.append(sum(file.length for file in text.tokens))
     files: list[TokenFile] = []
     sizes = []
-    for split in divide(texts, lengths, config):
+    for split in split_texts(texts, lengths, config):
         for part in split:
             files += cut(part.text.tokens, part.begin, part.end)
         sizes.append([part.end - part.begin for part in split])
@@ -85,7 +85,7 @@ def _check_ids(text: Text, tokenizer: Tokenizer) -> None:
     largest = find_largest(files)  # reads all tokens
     if largest.id < size:
         return
-    advice = f"if it is right, raise data.vocab_size={size}"
+    advice = f"if this id is right, raise data.vocab_size={size}"
     if not isinstance(tokenizer, NoTokenizer):
         advice = (
             "set data.tokenizer to the tokenizer that made the tokens, or leave it out and give "

@@ -1,8 +1,8 @@
 """Turn `data.path` into token files: find texts in the cache, or read and encode them once.
 
 `files_of` lists the files of a text. If the cache has a directory for them, no file is read.
-Otherwise `Text.look` decides the format, `Text.measure` hashes the text and counts its characters,
-and `encode` writes the tokens.
+Otherwise `Text.decide_format` finds out how to read them, `Text.measure` hashes the text and counts
+its characters, and `encode` writes the tokens.
 """
 
 import time
@@ -14,7 +14,7 @@ from typing import Any
 from mingpt_ddp.config.keys.components import SPLITS_WITH_OWN_TEXT, DataConfig, TextFormat
 from mingpt_ddp.data.dataset import EncodedText, RecordedText
 from mingpt_ddp.data.locate_tokens import locate
-from mingpt_ddp.data.text.encode import encode, is_divided
+from mingpt_ddp.data.text.encode import encode, is_split_before_encoding
 from mingpt_ddp.data.text.text import Text, sha256_of_all
 from mingpt_ddp.data.text.text_cache import CachedText, TextCache
 from mingpt_ddp.data.tokenizers.chosen_tokenizer import (
@@ -120,10 +120,10 @@ def _recorded_text(
 ) -> EncodedText | None:
     """Prepare the training text of a snapshot, in the recorded format.
 
-    Return None if the text has changed since.
+    Return None if the text has changed since the snapshot was saved.
     """
     texts = _texts_in_recorded_form(config, tokenizer, cache, recorded.form)
-    # A changed text may raise DataError. It is then read as a new one.
+    # A changed text may raise DataError. It is then read as a new text.
     with suppress(DataError):
         if texts.sha256() == recorded.sha256:
             return texts.encoded()
@@ -186,8 +186,8 @@ class Texts:
         if config.sources is None:
             self.texts.append(_open(config, source or config.source, split, cache))
         for path, weight in config.sources or ():
-            # Give each configuration a single source. It validates all that it has, and there may
-            # be thousands.
+            # Give each configuration a single source. A configuration validates all of its sources,
+            # and there may be thousands of them.
             one = replace(config, path=path, sources=[(path, weight)])
             self.texts.append(_open(one, one.source, split, cache))
         for name in sorted(given, reverse=True):  # val, test
@@ -195,7 +195,10 @@ class Texts:
             self.texts.append(_open(one, f"data.split_paths.{name}={one.path}", name, cache))
         key = [text.key() for text in self.texts]
         shares: list[Any] = []
-        if is_divided(self.texts, config, self.tokenizer) or config.format == "tokens":
+        if (
+            is_split_before_encoding(self.texts, config, self.tokenizer)
+            or config.format == "tokens"
+        ):
             shares = [config.truncate, config.train_split, config.test_split, bool(config.sources)]
         chosen = self.tokenizer.state() if self.tokenizer else [config.tokenizer, config.vocab_size]
         self.directory = cache.directory([key, recorded_form, chosen, shares])
@@ -225,14 +228,14 @@ class Texts:
             return entry.text.sha256
         if not self._sha256:
             for text in self.texts:
-                self._look(text)
+                self._decide_format(text)
             for text in self.texts:
                 with _errors_of_reading(text.source):
                     text.measure()
             self._sha256 = sha256_of_all(self.texts)
         return self._sha256
 
-    def _look(self, text: Text) -> None:
+    def _decide_format(self, text: Text) -> None:
         """Decide the format of a text, which must be the same for all texts.
 
         Raises:
@@ -240,7 +243,9 @@ class Texts:
         """
         is_given = self.config.split_paths is not None or self._form != ""
         with _errors_of_reading(text.source):
-            text.look(self.recorded_form, checks_splits=self.recorded_form is None and not is_given)
+            text.decide_format(
+                self.recorded_form, checks_splits=self.recorded_form is None and not is_given
+            )
         form = self._form or self.texts[0].form
         if text.form != form:
             raise DataError(
@@ -249,7 +254,7 @@ class Texts:
             )
 
     def encoded(self) -> EncodedText:
-        """Return the encoded texts. If the cache lacks them, one process encodes, others wait.
+        """Return the encoded texts. If the cache lacks them, one process encodes while others wait.
 
         Raises:
             DataError: The texts cannot be prepared, for the reasons of `prepare_all`.

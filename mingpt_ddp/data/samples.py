@@ -145,7 +145,7 @@ def _with_loader_errors(batches: Iterator[Any]) -> Iterator[Any]:
     try:
         yield from batches
     except (ConnectionError, EOFError) as error:
-        # This exception was raised by the dataset, not by the connection.
+        # torch adds these words to an exception of the dataset. The connection is not lost.
         if "DataLoader worker" in str(error):
             raise
         raise RuntimeError("a DataLoader worker was killed while it passed a batch on") from error

@@ -50,8 +50,8 @@ class WeightedLoader(TokenLoader):
         self._begins = [0, *np.cumsum(sizes)[:-1].tolist()]
         self._set_epoch(sum(self._windows))
         shares = np.cumsum(weights / weights.sum()) * self.windows_per_epoch
-        # An epoch's windows, before they are shuffled, are the shares of the texts in a row. These
-        # are the ends of the shares.
+        # Before an epoch is shuffled, its windows are sorted by text, so each text has a range of
+        # window numbers. These are the ends of the ranges.
         self._ends = np.round(shares).astype(np.int64)
         self._ends[-1] = self.windows_per_epoch
         for (path, _), share in zip(sources, np.diff(self._ends, prepend=0), strict=True):

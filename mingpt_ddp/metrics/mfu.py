@@ -78,7 +78,8 @@ class Utilization:
         """
         flops = flops_per_token(model)
         peak = vendor_peak_flops(runtime.device, runtime.dtype)
-        self._peak_tokens_per_s: float | None = None  # of all ranks together, at full utilization
+        # Tokens per second over all ranks at an MFU of 100%.
+        self._peak_tokens_per_s: float | None = None
         if flops is not None and peak is not None:
             self._peak_tokens_per_s = peak * runtime.group.world_size / flops
 

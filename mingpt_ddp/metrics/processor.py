@@ -126,7 +126,12 @@ class MetricsProcessor:
         self.progress.update(step - self.progress.n)
         if self.start < self._reached < step:
             elapsed = self._times.elapsed
-            log.info("step %d is new, after %.2f s", step, elapsed, extra={"file_only": True})
+            log.info(
+                "step %d is the first new one, after %.2f s",
+                step,
+                elapsed,
+                extra={"file_only": True},
+            )
             self._reached = 0
 
     def _set_up(self) -> None:

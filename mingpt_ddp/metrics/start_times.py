@@ -24,7 +24,7 @@ class StartTimes:
         """Record that a stage has ended. The next stage begins at the same time.
 
         Args:
-            at: Time at which the stage ended. None for now.
+            at: Time at which the stage ended. None if it ends with this call.
         """
         self._ends.append((stage, time.monotonic() if at is None else at))
 

@@ -257,6 +257,6 @@ def test_without_optuna_one_line_names_the_extra(tmp_path):
     (tmp_path / "cwd").mkdir()
     command = [sys.executable, "-S", *python_main()[1:], *SEARCH]
     done = call(command, tmp_path / "cwd", PYTHONPATH=str(site))
-    expected = "config error: a search needs Optuna; pip install 'mingpt_ddp[sweep]'\n"
+    expected = "config error: a search needs Optuna; run pip install 'mingpt_ddp[sweep]'\n"
     assert (done.returncode, done.stdout) == (2, expected)
     assert not list((tmp_path / "cwd").iterdir())

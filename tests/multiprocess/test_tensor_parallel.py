@@ -111,7 +111,7 @@ def whole_gradients(model: nn.Module) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("options", [SGD, BIASED], ids=["sgd", "adamw, biases, checkpointing"])
 @pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2), (4, 4)])
-def test_a_step_equals_that_of_a_whole_model(ranks, size, options, tmp_path):
+def test_a_step_equals_a_step_of_the_whole_model(ranks, size, options, tmp_path):
     whole = one_step(settings(tmp_path / "a", *options))
     split = settings(tmp_path / "a", *options, f"ddp.tensor_parallel={size}")
     for result in run_ranks(ranks, one_step, tmp_path / "many", values=split):

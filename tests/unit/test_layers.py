@@ -121,13 +121,13 @@ def test_results_import_no_torch():
         name = left.pop()
         tree = tree_of(paths[name])
         nodes = ast.walk(tree) if name.startswith("study.results") else tree.body
-        of_others = ast.Module(
+        import_nodes = ast.Module(
             [n for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom))], []
         )
-        for node in of_others.body:
+        for node in import_nodes.body:
             named = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module]
             assert not any(str(each).split(".")[0] == "torch" for each in named), name
-        new = imported_modules(of_others, {*paths}) - seen
+        new = imported_modules(import_nodes, {*paths}) - seen
         seen |= new
         left += new
 

@@ -53,7 +53,7 @@ def test_pip_installs_once_and_leaves_compiling_to_the_imports(checkout, stamp, 
     assert call.endswith(f" -c constraints.txt -e {what}")
 
 
-def test_imports_in_a_target_keep_what_they_compile(checkout):
+def test_imports_in_a_target_keep_their_compiled_modules(checkout):
     recipe = 'probe: ; @echo "[$$PYTHONDONTWRITEBYTECODE]"'
     assert make(checkout, "--eval", recipe, "probe").stdout == "[]\n"
 

@@ -1,4 +1,4 @@
-"""The names that users may import. Documents, examples and user code in tests use only these."""
+"""The public names. Documents, examples and user code in tests use all of them and no others."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def used_names() -> set[str]:
     return names
 
 
-def test_users_import_only_listed_names():
+def test_names_that_users_import_are_the_listed_names():
     assert used_names() == public_names()
 
 

@@ -37,7 +37,7 @@ class TextRange:
     end: int
 
 
-class Cut(NamedTuple):
+class SplitPiece(NamedTuple):
     """The share of a piece that belongs to one split.
 
     Attributes:
@@ -53,7 +53,9 @@ class Cut(NamedTuple):
     size: int
 
 
-def is_divided(texts: list[Text], config: DataConfig, tokenizer: Tokenizer | None) -> bool:
+def is_split_before_encoding(
+    texts: list[Text], config: DataConfig, tokenizer: Tokenizer | None
+) -> bool:
     """Return True if each text is split into train and validation before encoding.
 
     A single text of characters is encoded first and split by position.
@@ -81,10 +83,10 @@ def encode(
     Raises:
         DataError: A text cannot be encoded, or has changed since it was measured.
     """
-    divided = is_divided(texts, config, tokenizer)
+    is_split = is_split_before_encoding(texts, config, tokenizer)
     splits = [[TextRange(texts[0], 0, texts[0].length)], [], []]
-    if divided:
-        splits = divide(texts, [text.length for text in texts], config)
+    if is_split:
+        splits = split_texts(texts, [text.length for text in texts], config)
     if tokenizer is None:
         distinct = np.unique(np.concatenate([text.characters for text in texts]))
         if len(distinct) < 2:
@@ -125,7 +127,7 @@ def encode(
         tokenizer=tokenizer.state(),
         dtype=str(dtype),
         tokens_sha256=sha256_of_file(directory / TOKENS),
-        parts=sizes if divided else [],
+        parts=sizes if is_split else [],
         form=texts[0].form,
     )
 
@@ -147,7 +149,7 @@ def _make_tokenizer(config: DataConfig, distinct: str, training: list[TextRange]
     return train_bpe(gathered(pieces), size - config.end_token)
 
 
-def _cut(pieces: Iterator[TextPiece], parts: list[list[TextRange]]) -> Iterator[Cut]:
+def _cut(pieces: Iterator[TextPiece], parts: list[list[TextRange]]) -> Iterator[SplitPiece]:
     """Cut the pieces of a text at the bounds of its splits, and yield the share of each split.
 
     Args:
@@ -172,13 +174,13 @@ def _cut(pieces: Iterator[TextPiece], parts: list[list[TextRange]]) -> Iterator[
                 size = len(inside.text)
                 if not inside.text.isascii():
                     size = len(inside.text.replace(END, "").encode())
-                yield Cut(split, inside, byte, size)
+                yield SplitPiece(split, inside, byte, size)
                 byte += size
         position = end
 
 
 def _write(
-    cuts: Iterator[Cut],
+    cuts: Iterator[SplitPiece],
     tokenizer: Tokenizer,
     dtype: np.dtype[Any],
     files: tuple[IO[bytes], IO[bytes]],
@@ -198,11 +200,12 @@ def _write(
     """
     tokens_file, sources_file = files
     before = tokens_file.tell() // dtype.itemsize
-    # For each document whose first token is not yet written: its offset in the part in bytes, its
-    # file, its number in the file, and the offset in the document in bytes.
+    # The documents whose first token is not written yet. Each entry has the byte of this part at
+    # which the document begins, the index of its file, the number of the document in the file, and
+    # the byte of the document at which this part begins.
     begins: list[tuple[int, int, int, int]] = []
 
-    def noted() -> Iterator[TextPiece]:
+    def note_documents() -> Iterator[TextPiece]:
         position = 0
         document = (-1, -1)
         for _, piece, byte, size in cuts:
@@ -214,7 +217,7 @@ def _write(
 
     position = 0
     written = before
-    for tokens in tokenizer.encode_stream(gathered(noted())):
+    for tokens in tokenizer.encode_stream(gathered(note_documents())):
         tokens_file.write(tokens.astype(dtype, copy=False).tobytes())
         ends = position + np.cumsum(tokenizer.token_sizes[tokens])
         done = 0
@@ -230,7 +233,7 @@ def _write(
 
 
 def _append(tokens: list[IO[bytes]], sources: list[IO[bytes]], itemsize: int) -> None:
-    """Append the files of the validation and test parts to those of the training part.
+    """Append the files of the validation and test parts to the files of the training part.
 
     Args:
         tokens: The open files of the tokens of each split.
@@ -250,7 +253,7 @@ def _append(tokens: list[IO[bytes]], sources: list[IO[bytes]], itemsize: int) ->
     os.fsync(tokens[0].fileno())
 
 
-def divide(texts: list[Text], lengths: list[int], config: DataConfig) -> list[list[TextRange]]:
+def split_texts(texts: list[Text], lengths: list[int], config: DataConfig) -> list[list[TextRange]]:
     """Split all texts into training, validation and test parts, after `data.truncate`.
 
     Args:

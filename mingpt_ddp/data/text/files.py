@@ -118,7 +118,7 @@ def check_splits(source: str, path: str, files: list[Path]) -> None:
     else:
         base, chain = min(top, os.path.relpath(top), key=len), []
     all_names = [PurePosixPath(file.relative_to(top).as_posix()) for file in files]
-    # By split, its files; and the word in the name of the first file that stands for the split.
+    # The files of each split, and the word that stands for the split in the name of its first file.
     names: dict[str, list[PurePosixPath]] = {}
     words: dict[str, str] = {}
     for name in all_names:

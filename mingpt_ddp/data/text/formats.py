@@ -1,6 +1,7 @@
 """Decide the format of a text.
 
-It is the format of the single file. If there are several, it is the format that most bytes have.
+A text of one file has the format of that file. If there are several files, the text has the format
+of most of their bytes.
 """
 
 import os
@@ -14,9 +15,9 @@ from mingpt_ddp.data.file_kinds import (
     DAMAGES,
     HEAD_BYTES,
     NOT_UTF8,
-    READ,
     TAR,
     TEXT,
+    USE_READER,
     ZIP,
     decompressed,
     is_utf8,
@@ -65,7 +66,7 @@ def format_of_file(path: Path, form: TextFormat, config: DataConfig, source: str
         return form
     if kind == TEXT and path.suffix == ".json" and path.stat().st_size:
         raise DataError(
-            f"{source} is neither lines of JSON objects nor an array of them; {READ}, or set "
+            f"{source} is neither lines of JSON objects nor an array of them; {USE_READER}, or set "
             "data.format=text to read it as it is"
         )
     return kind.form or "text"
@@ -74,7 +75,7 @@ def format_of_file(path: Path, form: TextFormat, config: DataConfig, source: str
 def select_files(
     files: list[Path], form: TextFormat, config: DataConfig, source: str, is_new: bool
 ) -> Selection:
-    """Keep the files that have the given format. For auto, it is the format of most bytes.
+    """Keep the files that have the given format. auto stands for the format of most bytes.
 
     Args:
         files: The files of the text.

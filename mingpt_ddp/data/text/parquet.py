@@ -60,7 +60,8 @@ def parquet_table(file: io.BufferedReader, where: str) -> Table:
         try:
             for batch in batches(column):
                 texts = batch.column(column)
-                # Without this, pyarrow trusts the file's offsets, and that its text is UTF-8.
+                # Without this, pyarrow would trust that the file's offsets are valid, and that its
+                # text is UTF-8.
                 texts.validate(full=True)
                 # Decode one text after the other: a dictionary may repeat a long text in many rows.
                 for text in texts:

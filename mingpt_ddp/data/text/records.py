@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
 
-from mingpt_ddp.data.file_kinds import HEAD_BYTES, NOT_UTF8, READ
+from mingpt_ddp.data.file_kinds import HEAD_BYTES, NOT_UTF8, USE_READER
 from mingpt_ddp.errors import DataError, counted
 
 MAX_RECORD = 1 << 29  # largest size of a line in bytes
@@ -76,7 +76,7 @@ def _columns(table: Table, wanted: str = "text") -> str:
     types = [f"{name} ({kind})" for name, kind in table.types.items()]
     has = f"its columns are {', '.join([*table.strings, *types])[:300] or 'not named'}"
     if not table.strings:
-        return f"{has}; {READ}"
+        return f"{has}; {USE_READER}"
     best = [*difflib.get_close_matches(wanted, table.strings), *table.strings][0]
     return f"{has}: set data.column={best}"
 

@@ -56,16 +56,16 @@ class Text:
 
     Attributes:
         source: Name of the text in log and error messages.
-        split: The split that the whole text belongs to, or "" if the text is divided.
-        files: The files that are read, or None if a user's reader does not say which. `look` leaves
-            out files of other formats.
-        form: The format, as data.format. It is never auto once `look` has been called.
+        split: The split that the whole text belongs to, or "" if the text is split itself.
+        files: The files that are read, or None if a user's reader does not say which.
+            `decide_format` leaves out files of other formats.
+        form: The format, as data.format. It is never auto once `decide_format` has been called.
         sha256: SHA-256 of the text, once `measure` has been called.
         read_sha256: SHA-256 of the text that `pieces` has just read to its end. It differs from
             `sha256` if the text has changed since it was measured.
         length: Number of characters, once `measure` has been called.
         characters: Distinct code points, once `measure` has been called.
-        tokens: The tokens of each file, if these are files of tokens. Set by `look`.
+        tokens: The tokens of each file, if these are files of tokens. Set by `decide_format`.
     """
 
     def __init__(self, config: DataConfig, source: str, split: str, cache: TextCache) -> None:
@@ -101,7 +101,7 @@ class Text:
         return max((max(times) for _, _, *times, _ in self._status), default=0)
 
     def names(self) -> list[str]:
-        """Return the names of the files, which `TextPiece.file` counts."""
+        """Return the names of the files. `TextPiece.file` is an index into this list."""
         return [*map(str, self.files)] if self._is_file and self.files else [self.source]
 
     def notes(self) -> list[str]:
@@ -116,7 +116,7 @@ class Text:
     def _where(self, path: Path) -> str:
         return f"{self.source}: {self.name(path)}" if self._is_several else self.source
 
-    def look(self, recorded_form: TextFormat | None, checks_splits: bool) -> None:
+    def decide_format(self, recorded_form: TextFormat | None, checks_splits: bool) -> None:
         """Decide the format, and leave out files of other formats.
 
         Args:

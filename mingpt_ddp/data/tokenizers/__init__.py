@@ -1,1 +1,1 @@
-"""Tokenizers: characters, bytes, BPE."""
+"""Tokenize by characters, by bytes, or by byte-pair encoding (BPE)."""

@@ -98,7 +98,7 @@ class BPETokenizer(Tokenizer):
         return list(encoding.ids)
 
     def encode_stream(self, texts: Iterator[str]) -> Iterator[Ints]:
-        """Encode a text in pieces on all cores. The tokens do not depend on their number."""
+        """Encode a text in pieces on all cores. The tokens do not depend on the number of cores."""
         chunks = split_at_words(texts)
         while batch := list(islice(chunks, CHUNKS_PER_CALL)):
             pieces: list[str] = []

@@ -10,7 +10,7 @@ BUILT_IN = ("char", "byte", "bpe")  # all other values of data.tokenizer are pat
 
 
 def check_same_tokenizer(config: DataConfig, tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer file that has changed since the snapshot. It may have been deleted.
+    """Refuse a tokenizer file that has changed since the snapshot. A deleted file is accepted.
 
     Args:
         config: The settings of the data.

@@ -176,7 +176,8 @@ def read_tokenizer(path: str) -> Tokenizer:
     except FileNotFoundError as error:
         raise DataError(
             f"data.tokenizer={path}: there is no such file; name a tokenizer.json, or use char, "
-            "byte or bpe (nothing is downloaded by a model's name)"
+            "byte or bpe (the name of a model on a hub does not work, because nothing is "
+            "downloaded)"
         ) from error
     # The type of the exception depends on the protocol of the path.
     except Exception as error:

@@ -10,7 +10,7 @@ import numpy as np
 from mingpt_ddp.data.rng import Ints
 from mingpt_ddp.data.tokens.token_files import TokenFile, cut
 
-MAX_MAPPED_FILES = 128  # each memory map of Python's holds a file descriptor
+MAX_MAPPED_FILES = 128  # each memory map in Python keeps a file descriptor open
 
 
 class Shards:

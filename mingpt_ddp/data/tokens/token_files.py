@@ -1,6 +1,6 @@
 """Read files of token ids, memory-mapped in place.
 
-A file has no header, the header of llm.c, or the one of .npy.
+A file may have the header of llm.c or of .npy, or no header.
 """
 
 import os
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import fsspec
 import numpy as np
 
-from mingpt_ddp.data.file_kinds import CONTROLS, FORMATS, Kind, is_utf8
+from mingpt_ddp.data.file_kinds import CONTROLS, MAGIC_PATTERNS, Kind, is_utf8
 from mingpt_ddp.data.rng import Ints
 from mingpt_ddp.errors import DataError
 
@@ -22,7 +22,8 @@ NPY_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 HEADER = np.dtype("int32")
 HEADER_BYTES = 256 * HEADER.itemsize
 HEADERS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}  # version and type by magic number
-OTHER_FORMATS = FORMATS | {Kind("gzip", "decompress it first"): rb"\x1f\x8b\x08"}
+# Patterns of the first bytes of files that do not hold tokens, by format.
+NON_TOKEN_PATTERNS = MAGIC_PATTERNS | {Kind("gzip", "decompress it first"): rb"\x1f\x8b\x08"}
 HEAD_BYTES = 1 << 12  # read this much of each file to check it: there may be thousands of files
 SCANNED_TOKENS = 1 << 22  # number of tokens to check in one call
 
@@ -51,7 +52,7 @@ class TokenFile:
         return np.memmap(self.path, self.dtype, mode="r", offset=self.offset, shape=self.length)
 
     def cut(self, begin: int, end: int) -> "TokenFile":
-        """Narrow this to its tokens begin .. end - 1."""
+        """Return the tokens begin .. end - 1 of these tokens, in the same file."""
         offset = self.offset + begin * self.itemsize
         return replace(self, offset=offset, length=end - begin)
 
@@ -158,7 +159,7 @@ def _check_head(head: bytes, path: str, name: str, dtype: str) -> None:
     has_controls = len(head.translate(None, CONTROLS)) < len(head)
     if head and is_utf8(head) and not has_controls:
         raise DataError(f"{name} looks like text, not tokens; leave data.format out")
-    for kind, pattern in OTHER_FORMATS.items():
+    for kind, pattern in NON_TOKEN_PATTERNS.items():
         if re.match(pattern, head, re.DOTALL):
             raise kind.refusal(name, path, "tokens")
     if dtype == "uint16" and len(head) == HEAD_BYTES:

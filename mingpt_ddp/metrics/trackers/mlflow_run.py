@@ -13,7 +13,10 @@ MAX_PARAM = 500  # longest value of a parameter that every server accepts, in ch
 
 
 class MLflowTracker(Tracker):
-    """Find the run by a tag. The histories of its metrics show the first step that it lacks."""
+    """A run in MLflow, which is found by a tag.
+
+    The metrics that MLflow has already show which step is the next to send.
+    """
 
     name = "mlflow"
 
@@ -26,10 +29,16 @@ class MLflowTracker(Tracker):
         self._client = client = MlflowClient(self._config.tracker.uri)
         project = self._config.tracker.project
         experiment = client.get_experiment_by_name(project)
-        number = experiment.experiment_id if experiment else client.create_experiment(project)
-        runs = client.search_runs([number], filter_string=f"tags.`{TAG}` = '{self._id}'")
+        experiment_id = (
+            experiment.experiment_id if experiment else client.create_experiment(project)
+        )
+        runs = client.search_runs([experiment_id], filter_string=f"tags.`{TAG}` = '{self._id}'")
         tags = {TAG: self._id}
-        run = runs[0] if runs else client.create_run(number, None, tags, run_name(self._config))
+        run = (
+            runs[0]
+            if runs
+            else client.create_run(experiment_id, None, tags, run_name(self._config))
+        )
         self._run = run.info.run_id
         client.update_run(self._run, status="RUNNING")
         new = []

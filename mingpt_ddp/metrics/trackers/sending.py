@@ -26,7 +26,7 @@ TRACKERS: dict[str, type[Tracker]] = {
     cls.name: cls for cls in (WandbTracker, MLflowTracker, TrackioTracker)
 }
 # The end of a run waits at most this long for one call of a tracker's library.
-END_S = 60.0
+MAX_CALL_S = 60.0
 
 
 def check_installed(tracker: TrackerConfig) -> None:
@@ -38,8 +38,8 @@ def check_installed(tracker: TrackerConfig) -> None:
     for name in TRACKERS:
         if getattr(tracker, name):
             is_installed = importlib.util.find_spec(name) is not None
-            extra = f"pip install 'mingpt_ddp[{name}]'"
-            check(is_installed, f"tracker={name} is not installed; {extra}")
+            advice = f"run pip install 'mingpt_ddp[{name}]'"
+            check(is_installed, f"tracker={name} is not installed; {advice}")
 
 
 def open_senders(config: Config, directory: Path, run_id: str) -> list["Sender"]:
@@ -98,8 +98,8 @@ class Sender:
             self._thread.start()
 
     def join(self) -> None:
-        """Wait until the tracker has all steps, but at most END_S for each answer of its server."""
-        while self._thread.is_alive() and time.monotonic() - self._called_at < END_S:
+        """Wait until the tracker has all steps, but at most MAX_CALL_S for each call."""
+        while self._thread.is_alive() and time.monotonic() - self._called_at < MAX_CALL_S:
             self._thread.join(0.05)
         if not self._has_finished:
             message = "%s lacks the last steps; run the same command again to send them"

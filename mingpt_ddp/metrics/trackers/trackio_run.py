@@ -12,14 +12,17 @@ TIMEOUT_S = 10.0
 
 
 class TrackioTracker(Tracker):
-    """Find the run by its name, which contains the id. Trackio knows the first missing step."""
+    """A run in Trackio, which is found by its name. The name contains the run's id.
+
+    Trackio knows which step is the next to send.
+    """
 
     name = "trackio"
 
     def start(self) -> int:
         import trackio
 
-        # Check that the server answers: trackio.init would begin a new run if it does not.
+        # Check that the server answers. If it does not, trackio.init would begin a new run.
         if server := os.environ.get("TRACKIO_SERVER_URL"):
             url, _, _ = server.partition("?")  # without its write_token
             urllib.request.urlopen(url, timeout=TIMEOUT_S).close()

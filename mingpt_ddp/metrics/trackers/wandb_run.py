@@ -12,9 +12,9 @@ from mingpt_ddp.metrics.trackers.tracker import Tracker
 
 
 class WandbTracker(Tracker):
-    """Find the run by its id.
+    """A run in Weights & Biases, which is found by its id.
 
-    Online, W&B knows the first step that it lacks. Offline, each attempt writes all steps again.
+    Online, W&B knows which step is the next to send. Offline, each attempt writes all steps again.
     """
 
     name = "wandb"

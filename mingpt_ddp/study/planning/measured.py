@@ -19,7 +19,8 @@ from mingpt_ddp.training.memory import refuse_out_of_memory
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import build_trainable
 
-# The first step allocates memory and does not count. Up to 20 steps follow; LIMIT_S may end them.
+# The first step allocates memory, so its time does not count. Up to 20 steps follow. No other step
+# begins after the time limit.
 STEPS = 20
 LIMIT_S = 4.0
 EVALUATED_BATCHES = 5

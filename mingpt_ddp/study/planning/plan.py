@@ -154,7 +154,10 @@ def _devices_of_this_machine(config: Config, runtime: Runtime) -> Devices:
 
 
 def _for_one_rank(config: Config) -> Config:
-    """Return a configuration with which one rank trains alone, as each of several ranks would."""
+    """Return a configuration for one rank that trains alone.
+
+    The rank compiles its model only if each of the configured ranks would compile it.
+    """
     device = resolve_device(config.trainer.device, "trainer.device")
     compiles = should_compile(config, device, config.ddp.ranks_here)
     trainer = replace(config.trainer, compile=compiles and config.trainer.compile)

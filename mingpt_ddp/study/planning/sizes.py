@@ -54,6 +54,7 @@ class BlockMemory:
     is_tied: bool  # True if the output layer shares its weight with the embedding
 
 
+# Numbers in parentheses count tensors of E elements.
 # gpt keeps the inputs of both norms in fp32 (2). In the product type it keeps the inputs of qkv and
 # up (2). It also keeps tensors that are split: q, k, v and the input of proj (4), and the hidden
 # features (4 E) before and after GELU (8).
@@ -183,7 +184,8 @@ def sizes_of(task: Task, precision: str, device: str = "meta") -> Sizes:
                 if config.trainer.activation_checkpointing:
                     apply_activation_checkpointing(model)
                 optimizer = build_optimizer(model, config.optimizer)
-            # This is outside of the device's context, because a step may read the count of steps.
+            # Outside of the device's context, an optimizer that takes a step creates its count of
+            # steps on the CPU, where it can read the count.
             states = declared_state(optimizer) or _measured_state(optimizer)
     except ConfigError:
         raise

@@ -53,7 +53,7 @@ class Wire:
     """The number of bytes that are sent in a step."""
 
     sent_by_rank: float
-    # To other nodes, after the ranks of the node have reduced or copied data among themselves.
+    # Bytes to other nodes. The ranks of a node first reduce or copy data among themselves.
     sent_by_node: float
 
 
@@ -223,8 +223,10 @@ class Footprint:
         flops = self.sizes.flops_per_item
         compute_s = wire_s = None
         if flops and devices.peak_flops:
-            again = 4 / 3 if self.config.trainer.activation_checkpointing else 1
-            compute_s = again * flops * self.items / self.ranks_per_copy / devices.peak_flops
+            recompute_factor = 4 / 3 if self.config.trainer.activation_checkpointing else 1
+            compute_s = (
+                recompute_factor * flops * self.items / self.ranks_per_copy / devices.peak_flops
+            )
         wire = self.wire()
         if devices.link and devices.network:
             wire_s = max(wire.sent_by_rank / devices.link, wire.sent_by_node / devices.network)

@@ -24,7 +24,8 @@ from mingpt_ddp.process.env import DistEnv
 
 # Keys that only a search may set.
 SEARCH_KEYS = ("sweep.trials", "sweep.seed", "sweep.sampler_settings")
-# If a key has more values than this, check only this many first values and the last one.
+# If a key has more values than this number, check only its first values, up to this number, and its
+# last value.
 MAX_CHECKED_VALUES = 32
 
 
@@ -44,7 +45,10 @@ def parse_overrides(config: DictConfig) -> list[Override]:
     by_key = {override.get_key_element(): override for override in parser.parse_overrides(texts)}
     overrides = list(by_key.values())
     for override in overrides:
-        check(expand(override), f"{override.input_line} has no values to sweep over")
+        check(
+            expand(override),
+            f"{override.input_line} has no values to sweep over; give it at least one",
+        )
         if config.sweep.sampler is not None or not uses_our_sweeper(config):
             continue
         if override.is_interval_sweep():
@@ -192,7 +196,8 @@ def expand(override: Override) -> list[str]:
     if isinstance(value, IntervalSweep):
         start = value.start or 0
         end = value.end or 0
-        inside = start + 0.618 * (end - start)  # rarely a whole number, as with sampled values
+        # Sampled values are rarely whole numbers, so this factor rarely gives a whole number.
+        inside = start + 0.618 * (end - start)
         if isinstance(start, int) and isinstance(end, int):
             inside = int(inside)
         return [f"{key}={choice}" for choice in (start, inside, end)]

@@ -38,7 +38,10 @@ class JobRecords(Records):
 
 
 def final_value(job: Job, objective: Objective) -> float | None:
-    """Return the objective of a job that has ended for good with these values, else None."""
+    """Return the objective of a job that has ended for good. Return None for other jobs.
+
+    A job counts only if its recorded values are equal to the present ones.
+    """
     config = job.config
     result = read_result(job.directory)
     recorded = recorded_config(job.directory) or {}

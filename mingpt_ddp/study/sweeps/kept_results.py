@@ -49,8 +49,8 @@ class KeptResults:
             )
         elif new:
             log.warning(
-                "%s since complete jobs were trained: the table marks their results as of old "
-                "code; set run.resume=never or another run.name to train these jobs again, or "
+                '%s since complete jobs were trained: the table marks their results as "old code"; '
+                "set run.resume=never or another run.name to train these jobs again, or "
                 "run.accept_code=true to accept their results",
                 _changed_phrase(new),
             )

@@ -1,4 +1,4 @@
-"""Jobs that another sweeper or an external launcher starts."""
+"""Train jobs that a sweeper of another package or an external launcher starts."""
 
 import logging
 import time
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 def train_for_other_sweeper(
     job: Job, place: SweepPlace, env: DistEnv, sweep: Sweep | None
 ) -> float:
-    """Train a job that another sweeper or an external launcher starts.
+    """Train a job that a sweeper of another package or an external launcher starts.
 
     Args:
         sweep: The sweep if this process runs it. None if an external launcher has started this

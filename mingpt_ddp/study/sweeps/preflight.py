@@ -76,9 +76,9 @@ def start_sweep(config: DictConfig, env: DistEnv) -> Sweep:
             "leave out sweep.parallel, launchers, other sweepers and torchrun",
         )
     objective = default_objective(loss_unit(flatten(job.to_dict())) for job in jobs)
-    ranks_by_bits = settings.metric is None and objective is BITS_PER_BYTE
+    uses_bits_per_byte = settings.metric is None and objective is BITS_PER_BYTE
     given_metric = settings.metric
-    if ranks_by_bits:
+    if uses_bits_per_byte:
         settings = replace(settings, metric=objective.key)
     slots = plan_slots(settings, jobs, own_directory) if our_sweeper and not is_remote else []
     if own_directory is not None:
@@ -110,11 +110,11 @@ def start_sweep(config: DictConfig, env: DistEnv) -> Sweep:
     title = f"a sweep of {counted(sweep.planned, 'job')}" if sweep.planned else "a sweep"
     log.info("%s, in %s", title, directory)
     with read_write(config), read_write(config.hydra), open_dict(config):
-        if ranks_by_bits:
+        if uses_bits_per_byte:
             log.info("the objective is %s: %s", objective.title, WHY_BITS_PER_BYTE)
         if not our_sweeper:  # the jobs can get these values only from Hydra's own overrides
             for_jobs = config.hydra.overrides.hydra
-            if ranks_by_bits:
+            if uses_bits_per_byte:
                 for_jobs.append(f"sweep.metric={settings.metric}")
             constant_keys = _constant_keys(overrides)
             for_jobs.append(f"hydra.job.config.override_dirname.exclude_keys={constant_keys}")

@@ -21,9 +21,10 @@ log = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Gives each free slot the next job. Ends when no job is left, or after a signal or failures.
+    """Gives each free slot the next job.
 
-    Everything runs in one event loop. Therefore code between two awaits is never interrupted.
+    Ends when no job is left, after a signal, or when too many jobs have failed. Everything runs in
+    one event loop. Therefore code between two awaits is never interrupted.
     """
 
     def __init__(self, sweep: Sweep, source: Source, compose: Callable[[int], Job]) -> None:

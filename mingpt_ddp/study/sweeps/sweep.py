@@ -50,7 +50,7 @@ class Sweep(Records):
     job_records: JobRecords = field(default_factory=JobRecords)
     file: SweepFile = field(default_factory=lambda: SweepFile(None))
     done: dict[int, Path] = field(default_factory=dict)  # directories of ended jobs, by number
-    n_done_before: int = 0  # how many jobs of `done` an earlier start completed
+    n_done_before: int = 0  # number of jobs in `done` that an earlier start has completed
     failed: dict[int, str] = field(default_factory=dict)  # labels of failed jobs, by number
     # Outcome of the last failed attempt of each job, by the number of the job.
     last_failures: dict[int, Outcome] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class Sweep(Records):
 
     @property
     def directories(self) -> list[Path]:
-        """Directories for the report: the sweep's own, or else those of its complete jobs."""
+        """The directories to report: the sweep's own, or else one for each complete job."""
         if self.lock:
             return [self.directory]
         return list(dict.fromkeys(self.done.values()))
@@ -149,7 +149,7 @@ class Sweep(Records):
         self.n_done_before += 1
 
     def _is_needed(self, number: int) -> bool:
-        """Return True if a job has to run. With sweep.until=decided, not all jobs have to."""
+        """Return True if a job has to run. sweep.until=decided may not need all jobs."""
         return self.needed_jobs is None or self.needed_jobs.is_needed(number, self.failed)
 
     def attempts(self, number: int) -> Iterator[None]:
@@ -217,8 +217,8 @@ class Sweep(Records):
         """Record how a job has ended. Set `stopped` if no other job may start.
 
         Returns:
-            The same outcome. If the result lacks the objective of the search, or the study cannot
-            be written, a failed outcome instead.
+            The same outcome, or a failed outcome if the result lacks the objective of the search
+            or the study cannot be written.
         """
         try:
             self._record(place, outcome)

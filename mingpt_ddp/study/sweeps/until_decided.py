@@ -41,7 +41,8 @@ def sequential_rule(config: Config, overrides: list[Override]) -> SequentialReco
         "run.name, and leave out run.resume=never",
     )
     values = choices(overrides, settings.zip or ())
-    # There are two such lists for run.seed=1,2 ++run.seed=3,4, which is refused.
+    # If the command line has run.seed=1,2 and ++run.seed=3,4, there are two lists of seeds, and the
+    # check below refuses them.
     seed_lists = [*filter(is_seed, values)]
     seeds = [each[0].partition("=")[2] for each in itertools.chain(*seed_lists)]
     check(

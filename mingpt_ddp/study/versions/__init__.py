@@ -1,1 +1,1 @@
-"""Comparison of several versions of the code, which train with the same seeds."""
+"""Compare several versions of the code, which train with the same seeds."""

@@ -152,7 +152,7 @@ def find_commit(name: str) -> str:
         with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
             branches = ask_git(*LIST_BRANCHES).decode().split()
             why = f"; there are {', '.join(['HEAD', *branches])}"
-    where = root or "a checkout here"
+    where = root or "the current checkout (there is none)"
     check(
         os.path.isdir(name), f"{name} is neither a commit or branch of {where} nor a directory{why}"
     )

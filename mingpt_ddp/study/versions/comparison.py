@@ -58,7 +58,8 @@ class VersionRun:
     def code(self) -> str:
         """The code that trained the job, as the report shows it.
 
-        If an earlier version of the package did not record its code, the code of `version`.
+        Earlier versions of the package did not record their code. For them, this is the present
+        code of `version`.
         """
         return describe(recorded_code(self.result) or self.version.code.record)
 
@@ -254,7 +255,7 @@ def _has_diverged(job: VersionRun) -> bool:
 def _with_same_bits(
     jobs: dict[str, list[VersionRun]], comparison: SequentialComparison
 ) -> set[str]:
-    """Find the versions whose results have the same bits as those of the first version.
+    """Find the versions whose results have the same bits as the first version's results.
 
     The first MIN_PAIRS jobs of each version are compared.
 
@@ -324,7 +325,7 @@ def _why_unmet(required: str | None, verdicts: list[VersionVerdict]) -> str:
         return "the bits differ"
     if required == "not_worse" and any(each.is_worse for each in verdicts):
         worse = ", ".join(each.other.label for each in verdicts if each.is_worse)
-        return f"worse by more than chance, or nothing can be said: {worse}"
+        return f"worse by more than chance, or not comparable: {worse}"
     return ""
 
 

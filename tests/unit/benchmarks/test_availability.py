@@ -47,8 +47,8 @@ def test_no_interval_is_better_than_the_formula(goodput, cost, mtbf, factor):
 def test_goodput_by_hand(goodput):
     """The first case saves every 90 s with a stall of 10 s, and fails every 100 s on average.
 
-    In the second, a snapshot is durable 20 s after the stall, and a restart takes 30 s. The
-    last two never fail, and fail all the time.
+    In the second case, a snapshot is durable 20 s after the stall, and a restart takes 30 s. The
+    third case never fails, and the last one fails all the time.
     """
     assert goodput(90, 10, 10, 0, 100) == pytest.approx(0.9 / (math.e - 1))
     assert goodput(90, 10, 30, 30, 100) == pytest.approx(0.9 / (math.e - 1) * math.exp(-0.5))

@@ -1,6 +1,6 @@
-"""Measured goodput is relative to undisturbed steps: steps during which no save is in progress.
+"""Measured goodput is relative to undisturbed steps, which are read from the log of a run.
 
-These tests read them from logs.
+A step is undisturbed if no save is in progress.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def test_every_test_is_in_one_phase(benchmarks):
 
 
 def test_a_wait_is_counted_where_the_package_waits(benchmarks):
-    """The place is the innermost function of the package: not torch, and not a comprehension."""
+    """It counts for the innermost function of the package, not for torch or a comprehension."""
     waits = benchmarks.gpu_waits
     source = (
         "import warnings\n"

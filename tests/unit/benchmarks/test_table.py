@@ -33,7 +33,7 @@ def test_each_pattern_of_the_page_matches_a_row(table):
         assert chosen["readme"], name
 
 
-def test_rows_are_in_index_order_without_results_that_have_none(table):
+def test_rows_are_in_index_order_and_results_without_rows_are_left_out(table):
     results = {
         "a.json": result("a.py", ("speed", "2 times")),
         "b.json": result("b.py", ("memory", "3 MB"), ("x | y", "1"), date="2026-02-01"),

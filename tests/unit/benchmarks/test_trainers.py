@@ -18,7 +18,7 @@ def trainers():
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("recipe", ["PLAIN", "PLAIN_FP32", "MODERN"])
-def test_a_benchmark_trains_what_it_says(trainers, tmp_path, recipe, device):
+def test_a_benchmark_trains_the_model_that_it_describes(trainers, tmp_path, recipe, device):
     setting = trainers.SETTINGS[trainers.ON[device][1]]
     program, script, *overrides = trainers.ours(
         setting, tmp_path / "text", tmp_path, getattr(trainers, recipe), device

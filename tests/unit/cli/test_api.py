@@ -44,7 +44,7 @@ def test_a_loaded_model():
     assert mingpt_ddp.load(str(FORMAT_2), step=4).config["run"]["seed"] == run.config["run"]["seed"]
 
 
-def test_generated_text_depends_on_the_seed_alone():
+def test_generated_text_depends_only_on_the_seed():
     run = mingpt_ddp.load(FORMAT_2)
     one = run.generate("the ", max_new_tokens=40)
     assert one.startswith("the ") and len(one) == 44

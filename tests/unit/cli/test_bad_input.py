@@ -202,7 +202,7 @@ SPECIAL = [
     ),
     pytest.param(
         "tracker=[tensorboard,trackio]",
-        "config error: tracker=trackio is not installed; pip install 'mingpt_ddp[trackio]'",
+        "config error: tracker=trackio is not installed; run pip install 'mingpt_ddp[trackio]'",
         marks=needs_no_trackio,
     ),
     (
@@ -281,11 +281,11 @@ SWEEPS = [
     ),
     (
         "-m hydra.sweep.dir=jobs run.seed=1,2",
-        "config error: hydra.sweep.dir=jobs has no effect here: run.root and",
+        "config error: hydra.sweep.dir=jobs has no effect here, because run.root",
     ),
     (
         "-m 'hydra.sweep.subdir=x${hydra.job.num}' run.seed=1,2",
-        "config error: hydra.sweep.subdir=x${hydra.job.num} has no effect here: run.root and",
+        "config error: hydra.sweep.subdir=x${hydra.job.num} has no effect here, because run.root",
     ),
     (
         "-m hydra.output_subdir=x run.seed=1,2",

@@ -68,7 +68,7 @@ def interrupt(command: list[str], at: str, cwd: Path) -> subprocess.CompletedPro
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_ctrl_c_in_an_import_is_one_line(name, tmp_path):
+def test_ctrl_c_during_an_import_gives_one_line(name, tmp_path):
     done = interrupt(*COMMANDS[name], tmp_path)
     assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "interrupted\n")
     assert done.stdout == "" or name == "replay"

@@ -167,7 +167,7 @@ def test_a_pattern_that_backtracks_past_the_limit_of_the_library(capfd):
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
-def test_a_path_that_is_no_regular_file(kind, tmp_path):
+def test_a_path_that_is_not_a_regular_file(kind, tmp_path):
     paths = {"pipe": tmp_path / "pipe", "device": "/dev/zero", "directory": tmp_path}
     os.mkfifo(paths["pipe"])
     with pytest.raises(DataError, match="not a regular file"):

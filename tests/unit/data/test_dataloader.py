@@ -97,7 +97,7 @@ def test_the_shortest_text_that_fills_a_batch(stride):
 
 
 @pytest.mark.parametrize("together", [1, 500, 1 << 16])
-def test_a_batch_depends_on_its_step_alone(together, monkeypatch):
+def test_a_batch_depends_only_on_its_step(together, monkeypatch):
     """Earlier batches, batches gathered together, ranks and the global generator do not matter.
 
     The micro-batches of all ranks, ordered by their index, make up the batch of a single rank.

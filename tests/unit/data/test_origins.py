@@ -76,7 +76,7 @@ def test_token_files_have_offsets_in_the_file(settings, tmp_path):
     assert two == [Origin(first, 0, header + 90), Origin(second, 0, header)]
 
 
-def test_the_starts_of_a_step_are_those_of_its_batch(settings, tmp_path):
+def test_the_starts_of_a_step_equal_those_of_its_batch(settings, tmp_path):
     """This includes windows that are drawn from several texts."""
     paths = [tmp_path / "one.txt", tmp_path / "two.txt"]
     paths[0].write_text("abcdefgh" * 50)

@@ -111,7 +111,7 @@ def test_zstd(settings, tmp_path):
             prepare(settings(cut[:-100]))
 
 
-def test_without_pyarrow_one_line_says_what_to_install(settings, tmp_path, monkeypatch):
+def test_without_pyarrow_one_line_names_the_package_to_install(settings, tmp_path, monkeypatch):
     write(tmp_path / "rows", table())
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(

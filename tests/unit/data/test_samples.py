@@ -137,7 +137,7 @@ def test_what_a_builder_returns_is_checked(built, error, message, monkeypatch):
         build_datasets(config())
 
 
-def test_the_digest_is_that_of_the_content_or_of_the_sizes(monkeypatch):
+def test_the_digest_is_given_or_made_from_the_sizes(monkeypatch):
     given = Datasets(Augmented(), Augmented(), sha256="a" * 64)
     sizes = [Datasets(Augmented(), Augmented(n)).digest() for n in (26, 25)]
     assert given.digest() == "a" * 64 and sizes[0] != sizes[1] and len(sizes[0]) == 64

@@ -46,7 +46,7 @@ def bytes_read() -> int:
     return int(count)
 
 
-def in_place(path: Path, at: int = 10) -> None:
+def change_in_place(path: Path, at: int = 10) -> None:
     """Change a letter without changing the size or the inode."""
     with path.open("r+b") as file:
         file.seek(at)
@@ -84,9 +84,9 @@ def test_an_unchanged_text_is_not_read_again(form, settings, tmp_path):
 
 CHANGES = {
     "touched": os.utime,
-    "in place": in_place,
+    "in place": change_in_place,
     "replaced, with its mtime": lambda path: replace_with_times(path),
-    "in place, with its mtime": lambda path: (in_place(path), os.utime(path, ns=(0, 0))),
+    "in place, with its mtime": lambda path: (change_in_place(path), os.utime(path, ns=(0, 0))),
 }
 
 
@@ -119,7 +119,7 @@ def test_a_file_is_read_until_a_write_could_no_longer_be_missed(settings, monkey
     monkeypatch.setattr(time, "time_ns", lambda: status.st_mtime_ns + 1_000_000_000)
     first = prepare_all(config)
     assert start(config) == 1
-    in_place(Path(config.path))
+    change_in_place(Path(config.path))
     real = os.stat
     same = lambda path, **options: status if path == Path(config.path) else real(path, **options)  # noqa: E731
     with monkeypatch.context() as patched:
@@ -136,7 +136,7 @@ def test_tokens_that_were_written_to_are_encoded_again(settings):
     first = prepare_all(config)
     tokens = Path(first[""].directory) / "tokens.bin"
     content = tokens.read_bytes()
-    in_place(tokens)
+    change_in_place(tokens)
     assert prepare_all(config) == first
     assert tokens.read_bytes() == content
     os.utime(tokens)  # a copied cache has new modification times
@@ -145,7 +145,7 @@ def test_tokens_that_were_written_to_are_encoded_again(settings):
 
 @pytest.mark.parametrize("form", ["text", "documents", "rows", "splits"])
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
-def test_the_cache_says_where_tokens_come_from(form, tokenizer, settings, tmp_path):
+def test_the_cache_records_the_origin_of_tokens(form, tokenizer, settings, tmp_path):
     """sources.bin has the first token of each document, and of each piece that a split cuts off."""
     if tokenizer == "bpe":
         pytest.importorskip("tokenizers")
@@ -241,7 +241,7 @@ def test_a_reader_that_names_its_files_is_called_again_once_they_change(
 
     assert (calls(READER), calls(READER)) == (2, 0)
     assert calls(READER + "# other\n") == 2
-    in_place(Path(config.path))
+    change_in_place(Path(config.path))
     assert calls(READER + "# other\n") == 2
     unknown = READER.replace(", files=lambda config: [config.path]", "")
     assert (calls(unknown), calls(unknown)) == (2, 1)

@@ -27,7 +27,7 @@ for _ in range(10):
     step()
 print(faults() - before)
 """
-# pages of memory that ten steps touch
+# Pages of memory that ten steps touch.
 ALL_PAGES = 10 * 8192
 
 

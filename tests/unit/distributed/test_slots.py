@@ -18,7 +18,7 @@ def test_slots_have_cores_and_gpus_of_their_own():
     assert found[1].environ() == {CORES: "4,5", "CUDA_VISIBLE_DEVICES": "3,GPU-7"}
 
 
-def test_slots_share_cores_where_they_are_too_few():
+def test_slots_share_cores_if_there_are_too_few():
     assert [slot.cores for slot in divide(3, [2, 3], 1, None)] == [(2,), (3,), (2,)]
     # The sweep began on a machine with more cores.
     assert [slot.cores for slot in divide(2, [2, 3], 8, None)] == [(2, 3), (2, 3)]

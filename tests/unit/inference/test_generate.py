@@ -50,7 +50,7 @@ def drawn(model: GPT, tokens: Tensor, count: int, seed: int = 0, **settings) -> 
     )
 
 
-# number of the T tokens that stay in the window when it is full and shifts
+# number of tokens that stay when a full window of T tokens shifts
 KEPT = 6
 LENGTHS = [*range(1, T + 1), *[*range(KEPT, T + 1)] * 9]
 

@@ -68,7 +68,7 @@ def test_precisions(name, dtype, fast, slow):
         torch.set_float32_matmul_precision(before)
 
 
-def test_a_cpu_has_none():
+def test_a_cpu_has_no_known_peak():
     assert vendor_peak_flops(torch.device("cpu"), torch.float32) is None
 
 

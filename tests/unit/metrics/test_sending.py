@@ -222,6 +222,6 @@ def test_a_missing_tracker_library_is_refused(missing, monkeypatch):
     if missing == "trackio":
         check_installed(config.tracker)
     else:
-        line = rf"tracker={missing} is not installed; pip install 'mingpt_ddp\[{missing}\]'"
+        line = rf"tracker={missing} is not installed; run pip install 'mingpt_ddp\[{missing}\]'"
         with pytest.raises(ConfigError, match=line):
             check_installed(config.tracker)

@@ -274,7 +274,7 @@ def test_initial_weights():
 
 
 @pytest.mark.parametrize("vocabulary", [10, 1000])
-def test_the_initial_loss_is_that_of_a_uniform_distribution(vocabulary):
+def test_the_initial_loss_is_the_loss_of_a_uniform_distribution(vocabulary):
     torch.manual_seed(0)
     model = build_model(config(n_layer=4, n_head=4, n_embd=64), vocabulary, 32)
     x, y = torch.randint(vocabulary, (2, 64, 32))

@@ -161,7 +161,7 @@ def test_the_learning_rate_is_scaled_with_the_batch(scaling, batch, factor):
     ("name", "expected"),
     [
         ("constant", {1: 1.0, 55: 1.0, 110: 1.0, 500: 1.0}),
-        # from 1 to 3 over 110 steps
+        # The factor rises from 1 to 3 over 110 steps.
         ("linear", {11: 1.2, 55: 2.0, 110: 3.0, 500: 3.0}),
         # 1 + (1 - cos(pi progress)). At progress 1/10, the term in brackets is 1 - 0.95106.
         ("cosine", {11: 1.0489435, 55: 2.0, 110: 3.0, 500: 3.0}),

@@ -70,7 +70,7 @@ def test_one_directory_for_a_process_and_its_children(length, where):
         assert [*tmpdir.iterdir()] == []
 
 
-def test_a_start_deletes_what_a_killed_process_has_left():
+def test_a_start_deletes_the_directories_of_killed_processes():
     """It keeps directories of living processes, and directories that others have made."""
     with tempfile.TemporaryDirectory(prefix="t-") as tmpdir:
         Path(tmpdir, "mingpt-12345678-other-boot").mkdir()
@@ -88,7 +88,7 @@ def test_a_start_deletes_what_a_killed_process_has_left():
         assert [path.name for path in Path(tmpdir).iterdir()] == ["mingpt-12345678-other-boot"]
 
 
-def test_loader_processes_where_tmpdir_is_long(tmp_path):
+def test_loader_processes_with_a_long_tmpdir(tmp_path):
     tmpdir = tmp_path / ("t" * 100)
     tmpdir.mkdir()
     assert run(LOAD, tmpdir) == "[0, 1, 2, 3]\n"

@@ -94,7 +94,7 @@ def test_a_deleted_step_belongs_to_the_process_that_commits_it_next(old, new):
 
 
 def test_files_without_a_manifest_are_overwritten(old):
-    """They may be those of a successor that is about to commit them."""
+    """A successor may have written the files and be about to commit them."""
     old.store.write_files(8, {MODEL: b"1"})
     old.store.begin(8)
     assert old.store.storage.size(f"{directory_name(8)}/{MODEL}") == 1

@@ -27,7 +27,7 @@ def test_the_last_line_may_lack_its_line_feed(path, content):
 LINE = b"0123456789" * 2 + b"012"
 
 
-def test_a_file_may_have_the_size_that_may_be_written(path):
+def test_a_file_of_the_largest_size_for_writing_can_be_read(path):
     limit = 100
     with pytest.raises(OSError, match=r"it is full: at most 100 bytes"):
         for _ in range(100):
@@ -40,7 +40,7 @@ def test_a_file_may_have_the_size_that_may_be_written(path):
         [*read_lines(path, limit)]
 
 
-def test_a_line_may_have_the_length_that_may_be_written(path):
+def test_a_line_of_the_largest_length_for_writing_can_be_read(path):
     longest = lines.MAX_LINE_BYTES
     append_line(path, b"x" * (longest - 1) + b"\n", LIMIT)
     assert [len(line) for line in read_lines(path, LIMIT)] == [longest - 1]

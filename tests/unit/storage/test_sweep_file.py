@@ -21,7 +21,7 @@ def test_threads_that_torch_cannot_start_are_not_kept(tmp_path):
     assert SweepFile(tmp_path).threads(1, 3) == 2
 
 
-def test_failures_are_limited_to_what_can_be_read_again(tmp_path):
+def test_no_more_failures_are_written_than_can_be_read_again(tmp_path):
     lines = [b" " * 999_999 + b"\n"] * (sweep_file.MAX_BYTES // 10**6)
     (tmp_path / FAILURES).write_bytes(b"".join(lines))
     file = SweepFile(tmp_path)

@@ -54,7 +54,7 @@ def test_a_limit_below_the_snapshot(log_lines):
 # Changes since the last attempt
 
 
-def test_a_resume_says_what_has_changed_and_how_many_steps_are_left(log_lines, cwd):
+def test_a_resume_logs_its_changes_and_the_number_of_steps_left(log_lines, cwd):
     """The table compares the run with its snapshot. Without a change there is no table."""
     shutil.rmtree("run")
     train(NAME, STEPS)
@@ -219,7 +219,7 @@ def test_the_first_new_step_after_repeated_ones(cwd, log_lines):
         file.write(f'{{"step": {STEPS + 1}, "train_loss": 2.0}}\n')
     train(NAME, MORE_STEPS)
     (line,) = lines_with(log_lines, "is new")
-    assert re.fullmatch(rf"INFO step {STEPS + 2} is new, after \d+\.\d\d s", line)
+    assert re.fullmatch(rf"INFO step {STEPS + 2} is the first new one, after \d+\.\d\d s", line)
 
 
 def test_the_process_start_time_does_not_depend_on_the_clock(monkeypatch):

@@ -191,7 +191,7 @@ def measuring_step(model: nn.Module, *overrides: str) -> tuple[TrainStep, Measur
 
 
 @pytest.mark.parametrize("scale", [None, 1024.0])
-def test_a_hook_gets_the_own_gradients_of_each_micro_batch(scale):
+def test_a_hook_gets_the_separate_gradients_of_each_micro_batch(scale):
     """There may be a loss scale, other passes before, and an unused parameter."""
     model = Table()
     model.unused = nn.Parameter(torch.ones(2))
@@ -323,7 +323,7 @@ def clip(model: nn.Module, limit: float | None) -> Tensor:
 
 @pytest.mark.parametrize("scale", [1e-3, 10.0, float("inf"), float("nan")])
 @pytest.mark.parametrize("limit", [0.5, None])
-def test_clipping_equals_that_of_torch(scale, limit):
+def test_clipping_equals_torch_s_clipping(scale, limit):
     ours, theirs = with_gradients(scale), with_gradients(scale)
     norm = clip(ours, limit)
     expected = nn.utils.clip_grad_norm_(theirs.parameters(), limit or float("inf"))
@@ -355,7 +355,7 @@ def test_a_step_clips_each_value():
     assert whole.abs().max() > 0.01
 
 
-def test_the_seed_equals_that_of_torch():
+def test_the_seed_equals_torch_s_seed():
     seed_everything("dropout", 1, 2, 3)
     ours = torch.get_rng_state()
     torch.manual_seed(derive_seed("dropout", 1, 2, 3))

@@ -431,8 +431,8 @@ def test_a_rollback_equals_a_skip(tmp_path, monkeypatch):
     assert series(tmp_path / "rollback", "train_loss") == losses
 
 
-def test_a_rollback_keeps_what_belongs_to_the_run():
-    """These are its attempts, its skips, and the lost time."""
+def test_a_rollback_keeps_counters_of_the_whole_run():
+    """They count its attempts, its skipped steps, and the lost time."""
     state = TrainState(
         step=9, wall_seconds=70.0, wasted_seconds=3.0, world_size=4, run_id="ours",
         skipped_steps=[5, 8], consecutive_skips=1,

@@ -57,7 +57,7 @@ class Asha:
 
 @dataclass(frozen=True)
 class NoSettings:
-    """For a sampler or pruner that has no settings."""
+    """The settings of a sampler or pruner that has none."""
 
 
 Methods = Mapping[str | None, type]

@@ -11,7 +11,9 @@ try:
     import optuna
     from optuna.storages import journal  # noqa: F401
 except ImportError as import_error:
-    raise ConfigError("a search needs Optuna; pip install 'mingpt_ddp[sweep]'") from import_error
+    raise ConfigError(
+        "a search needs Optuna; run pip install 'mingpt_ddp[sweep]'"
+    ) from import_error
 
 MIN_VERSION = (4, 7)
 
@@ -20,7 +22,7 @@ for library in ("optuna", "alembic"):  # both log a line for each trial
 if tuple(map(int, optuna.__version__.split(".")[:2])) < MIN_VERSION:
     raise ConfigError(
         f"a search needs Optuna 4.7 or later, but {optuna.__version__} is installed; "
-        "pip install 'mingpt_ddp[sweep]'"
+        "run pip install 'mingpt_ddp[sweep]'"
     )
 
 

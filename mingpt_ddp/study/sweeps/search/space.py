@@ -75,7 +75,7 @@ def _range(line: str | None, sweep: RangeSweep) -> BaseDistribution:
     # Count in decimals. Binary floats would lose the last value of some ranges, or add one.
     start, stop, step = (Decimal(str(end)) for end in ends)
     count = math.ceil((stop - start) / step)
-    check(count >= 1, f"{line} is empty")
+    check(count >= 1, f"{line} has no values; change its start, stop or step")
     number = int if all(isinstance(end, int) for end in ends) else float
     low, high = sorted((start, start + (count - 1) * step))
     return _numbers(line, number(low), number(high), step=number(abs(step)))

@@ -235,8 +235,8 @@ class Study:
             has_job = isinstance(job, str) and job not in ("", "..") and Path(job).name == job
             if not has_values or (is_kept and not has_job):
                 raise RunError(
-                    f"{self._path}: trial {trial.number} is not one of this search; another "
-                    f"program has written it: move the file away, or {CHOOSE_ANOTHER_NAME}"
+                    f"{self._path}: trial {trial.number} does not belong to this search, because "
+                    f"another program has written it; move the file away, or {CHOOSE_ANOTHER_NAME}"
                 )
 
     def _check_new(self) -> None:
@@ -268,7 +268,7 @@ class Study:
 
 
 def _check_same_search(before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Check that the settings of a command are those of the recorded search.
+    """Check that the settings of a command are the settings of the recorded search.
 
     Raises:
         ConfigError: A setting differs. The message names it.

@@ -240,7 +240,7 @@ def test_for_a_user_model_only_the_state_is_planned(plan_of_code):
     assert ddp["reason"] is None
 
 
-def test_the_state_alone_may_be_too_large(plan_of_code, monkeypatch):
+def test_the_state_without_activations_may_be_too_large(plan_of_code, monkeypatch):
     monkeypatch.setitem(GPUS, "h100", replace(GPUS["h100"], memory=OVERHEAD_BYTES))
     ddp = plan_of_code(CODE.replace("READ", ""))["ddp"]
     assert ddp["reason"] == "needs 0.5 GiB including CUDA's own memory, but a rank has 0.5 GiB"

@@ -176,7 +176,7 @@ def test_files_that_a_kill_leaves_beside_the_journal_are_removed(open_study, tmp
 
 
 DAMAGED = "study.journal is damaged; move it away"
-ANOTHER = "trial 0 is not one of this search"
+ANOTHER = "trial 0 does not belong to this search"
 
 
 @pytest.mark.parametrize(
