@@ -261,8 +261,8 @@ def changes(recorded: RecordedRun, interval: Interval, directory: Path) -> list[
         has_minutes = state["config"]["trainer"].get("max_minutes") is not None
         may_decay = optimizer.get("schedule") in DECAYING
         if has_minutes and may_decay and optimizer.get("decay_from") is None:
-            # With a time limit, the run fixes its number of steps at some step. The learning rate
-            # has not decayed before that step.
+            # A run with a time limit fixes its number of steps at the step `paced_at`. The learning
+            # rate does not decay before that step.
             paced_at = state["train_state"].get("paced_at")
             values["optimizer.decay_from"] = paced_at or state["steps"]
     if text := recorded_text(state):

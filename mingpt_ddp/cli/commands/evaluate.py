@@ -183,7 +183,8 @@ def _run_config(config: EvaluateConfig, url: str, state: Any, first: Any = None)
         if config.data_path is None:
             values = with_data_format(values)
         data = values["data"]
-        # Recorded values that are replaced. First, places and processes of the other machine.
+        # Values to use instead of the recorded ones. The recorded cache directory and number of
+        # processes belong to the machine that trained the run.
         replaced: dict[str, Any] = {"cache_dir": None, "num_workers": 0}
         if config.data_path is not None:
             check("path" in data, "its data does not have a path; leave out data.path")

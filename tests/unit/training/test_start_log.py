@@ -219,7 +219,7 @@ def test_the_first_new_step_after_repeated_ones(cwd, log_lines):
         file.write(f'{{"step": {STEPS + 1}, "train_loss": 2.0}}\n')
     train(NAME, MORE_STEPS)
     (line,) = lines_with(log_lines, "is new")
-    assert re.fullmatch(rf"INFO step {STEPS + 2} is the first new one, after \d+\.\d\d s", line)
+    assert re.fullmatch(rf"INFO step {STEPS + 2} is the first new step, after \d+\.\d\d s", line)
 
 
 def test_the_process_start_time_does_not_depend_on_the_clock(monkeypatch):
