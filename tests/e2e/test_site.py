@@ -123,7 +123,10 @@ def wait_for(browser: Browser, expression: str):
 
 @pytest.mark.parametrize(
     ("link", "message"),
-    [("nowhere.md", "docs/at.md links to nowhere.md"), ("logs.md#nowhere", "anchor does not exist")],
+    [
+        ("nowhere.md", "docs/at.md links to nowhere.md"),
+        ("logs.md#nowhere", "anchor does not exist"),
+    ],
     ids=["page", "anchor"],
 )
 def test_a_dead_link_fails_the_build(link: str, message: str, tmp_path: Path) -> None:
