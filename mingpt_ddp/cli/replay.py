@@ -152,7 +152,7 @@ class StepLines(io.TextIOBase):
 def describe_difference(
     recorded: HashByKind, computed: HashByKind, kinds: Sequence[str] = TENSOR_KINDS
 ) -> str:
-    """Return the first kind of tensors whose hashes differ, with both hashes, or "" if none differ."""
+    """Return the first kind of tensors whose hashes differ, with both hashes. "" if all agree."""
     for kind in kinds:
         before = recorded.get(kind)
         now = computed.get(kind)

@@ -73,7 +73,9 @@ class ModelSpec:
                 "trust it, as in code=my_project/mine.py"
             ) from error
         except (ConfigError, TypeError, ValueError) as error:
-            raise SnapshotError(f"the snapshot has an invalid state: {error}") from error
+            raise SnapshotError(
+                f"the snapshot has an invalid state: {error}; use another snapshot"
+            ) from error
 
 
 def read_model_spec(state: Any) -> ModelSpec:
@@ -85,7 +87,8 @@ def read_model_spec(state: Any) -> ModelSpec:
     """
     if isinstance(state, dict) and "data" in state:  # the data are samples, not a text
         raise SnapshotError(
-            f"the snapshot's task is not a language model; measure it with {command('evaluate')}"
+            "the snapshot's task is not a language model; evaluate its model with "
+            f"{command('evaluate')}"
         )
     try:
         tokenizer = tokenizer_from_state(state)
@@ -98,7 +101,9 @@ def read_model_spec(state: Any) -> ModelSpec:
         model = without_unknown({"model": config["model"]})["model"]
         return ModelSpec(dict(model), max(1, block_size), tokenizer)
     except (ConfigError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise SnapshotError(f"the snapshot has an invalid state: {error}") from error
+        raise SnapshotError(
+            f"the snapshot has an invalid state: {error}; use another snapshot"
+        ) from error
 
 
 def build_from_tensors(
