@@ -31,7 +31,7 @@ class JobRecord(NamedTuple):
     """
 
     name: str  # final run.name of the job
-    value: float | None = None  # objective of the job, if it is complete
+    value: float | None = None  # objective, by which a sweep ranks the job; None if incomplete
     failure: str | None = None  # why the job has failed for good, if it has
     is_needed: bool = True  # False if the result cannot change a decision of the sweep
 
