@@ -11,7 +11,7 @@ from mingpt_ddp.config.builders import attribute_errors_to_user_code
 from mingpt_ddp.config.config import build_group
 from mingpt_ddp.config.keys.model_config import ModelConfig, TransformerConfig, changed_parts
 from mingpt_ddp.config.recorded import without_unknown
-from mingpt_ddp.config.user_code import is_own_model
+from mingpt_ddp.config.user_code import is_custom_model
 from mingpt_ddp.config.validation import NotRegisteredError
 from mingpt_ddp.data.tokenizers.tokenizer import Tokenizer, tokenizer_from_state
 from mingpt_ddp.errors import ConfigError, SnapshotError, command
@@ -121,7 +121,7 @@ def build_from_tensors(
         SnapshotError: The tensors do not fit the configuration.
     """
     # A user's constructor may compute buffers, so it needs real memory.
-    if is_own_model(config):
+    if is_custom_model(config):
         model = build_model(config, *sizes)
         load_model_state(model, tensors)
         return model

@@ -17,7 +17,7 @@ from mingpt_ddp.config.config import Config, build_group
 from mingpt_ddp.config.job import run_name
 from mingpt_ddp.config.keys.components import DataConfig
 from mingpt_ddp.config.recorded import without_unknown
-from mingpt_ddp.config.user_code import is_own_model
+from mingpt_ddp.config.user_code import is_custom_model
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.snapshots.read.initial_weights import (
@@ -58,8 +58,8 @@ class WarmStart:
         if not self.tensors:  # the run resumes, or starts from random weights
             return
         # A user's model may not work on the meta device.
-        is_user_model = is_own_model(self.config.model)
-        with contextlib.nullcontext() if is_user_model else torch.device("meta"):
+        is_custom = is_custom_model(self.config.model)
+        with contextlib.nullcontext() if is_custom else torch.device("meta"):
             model = build_model()
         _check_fit(model, self.tensors, {*zip(self.sizes, shape, strict=True)})
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mingpt_ddp.config.config import LIMITS, decides_bits
+from mingpt_ddp.config.config import LIMITS, may_change_results
 from mingpt_ddp.errors import reason
 from mingpt_ddp.snapshots.format import REQUIRED_KINDS, TENSOR_KINDS, directory_name, step_of
 from mingpt_ddp.snapshots.hashes import HashByKind
@@ -54,7 +54,7 @@ def digest_settings(state: Mapping[str, Any]) -> str:
         config[group] = {}
         for key, value in values.items():
             name = f"{group}.{key}"
-            if name not in NOT_IN_SETTINGS and decides_bits(name, value):
+            if name not in NOT_IN_SETTINGS and may_change_results(name, value):
                 config[group][key] = value
     settings: dict[str, Any] = {
         "config": config,

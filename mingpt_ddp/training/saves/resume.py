@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.amp import GradScaler
 
-from mingpt_ddp.config.config import Config, flatten, from_mapping, named_keys
+from mingpt_ddp.config.config import Config, flatten, from_mapping, keys_in_name
 from mingpt_ddp.config.recorded import without_unknown
 from mingpt_ddp.config.validation import NotRegisteredError, build, check
 from mingpt_ddp.data.dataloader import BatchPlan
@@ -294,7 +294,7 @@ def _recorded_settings(step: int, state: Any, config: Config) -> dict[str, Any]:
 def identity_keys(config: dict[str, Any]) -> list[str]:
     """List the keys whose values must match for a run to resume from a snapshot."""
     keys = [f"model.{key}" for key in config["model"] if key not in FREE_MODEL_KEYS]
-    for key in named_keys(config):
+    for key in keys_in_name(config):
         if key.startswith(("task.", "data.")) and key not in DATA_SOURCE_KEYS:
             keys.append(key)
     return [*keys, "trainer.batch_size", "optimizer.name", "run.seed", "run.init_sha256"]
