@@ -21,7 +21,7 @@ class BatchOnRanks:
     batch_size: int
     micro_batch_size: int
     micro_batches: int
-    micro_batches_per_rank: int  # on the busiest rank
+    micro_batches_per_rank: int  # number of micro-batches of the busiest rank
     idle: float  # share of the ranks' time that they wait for the busiest rank
     lr: float
 

@@ -119,9 +119,9 @@ def minutes_notes(groups: Sequence[Group]) -> list[str]:
         taken = known(group.minutes for group in given)
         if limit is not None and taken and max(taken) > EQUAL_MINUTES * min(taken):
             notes.append(
-                f"not at equal time: settings with {MINUTES}={limit:g} trained for "
-                f"{min(taken):.3g} to {max(taken):.3g} minutes. The pace of the machine changed, "
-                "or another limit ended some jobs"
+                f"the comparison is not at equal time: settings with {MINUTES}={limit:g} trained "
+                f"for {min(taken):.3g} to {max(taken):.3g} minutes. The pace of the machine "
+                "changed, or another limit ended some jobs"
             )
     return notes
 
