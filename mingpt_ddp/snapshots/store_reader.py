@@ -38,7 +38,7 @@ CONCURRENT_FILES = 4  # files that are transferred at the same time from or to a
 
 
 class StoreReader:
-    """Read the snapshots below one URL. SnapshotStore also writes and deletes them."""
+    """Reads the snapshots below a URL. The subclass SnapshotStore also writes and deletes them."""
 
     def __init__(self, url: str) -> None:
         self.url = url

@@ -26,7 +26,7 @@ def record_end(
 ) -> None:
     """Write result.json, complete the trackers, call the hooks of the event `end`, and log a line.
 
-    The hooks are called only if this attempt has trained.
+    The hooks are called only if the run has trained since this start.
 
     Args:
         run: The run that has ended.

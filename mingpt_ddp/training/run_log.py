@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 def _unless_complete(record: Callable[P, None]) -> Callable[P, None]:
-    """Make a method of `RunLog` do nothing if the run was complete when the block began."""
+    """Make a method of `RunLog` do nothing if the run was complete when it was opened."""
 
     @functools.wraps(record)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:

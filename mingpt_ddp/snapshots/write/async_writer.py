@@ -76,8 +76,8 @@ class AsyncSave(threading.Thread):
         self.staged = threading.Event()
         self.started_at = time.monotonic()
         self.duration_s = 0.0  # seconds from the start to the commit
-        # Why the save has not succeeded, the same on every rank. A `failure` of the store counts
-        # towards snapshot.max_failures. Any other `error` ends the run.
+        # The exception that ended the save, the same on every rank. A `failure` of the store counts
+        # towards snapshot.max_failures. An `error` of any other kind ends the run.
         self.failure: OSError | None = None
         self.error: Exception | None = None
         # For each GPU, the point in its training stream from which the tensors can be copied.

@@ -28,7 +28,7 @@ TensorsByKind = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which rank writes which tensors of a snapshot."""
+    """The tensors of a snapshot, assigned to the ranks that write them."""
 
     ranks: dict[str, Sequence[int]]  # for each kind of tensors, the ranks that write a shard
     # The rank that writes a whole tensor, by kind and name. A tensor that is not listed is written
@@ -41,7 +41,7 @@ class Assignment:
 
 
 def share_tensors(tensors: TensorsByKind, ranks: Sequence[int]) -> Assignment:
-    """Assign whole tensors to ranks, so that each rank writes about as many bytes.
+    """Assign whole tensors to ranks, so that all ranks write about the same number of bytes.
 
     All ranks compute the same assignment. If the shards would be smaller than MIN_SHARD_BYTES, one
     rank writes all tensors of a kind. The first rank also writes the state and the manifest, so it

@@ -234,7 +234,7 @@ class Sweep(Records):
         if outcome.has_failed:
             self._record_failed(place, outcome)
         elif outcome.status is not RunStatus.PREEMPTED and outcome.directory is not None:
-            if outcome.was_known:
+            if outcome.recorded_earlier:
                 self.n_done_before += outcome.directory not in self.done.values()
                 title = objective_named(self.settings.metric).title
                 log.info("%s: already complete, %s %.4f", outcome.directory, title, outcome.value)
@@ -264,7 +264,7 @@ class Sweep(Records):
         self.failed[place.number] = place.label
         if outcome.ends_process:  # this process prints the error as its last line
             return
-        if outcome.was_known:
+        if outcome.recorded_earlier:
             log.info("%s: %s", place.label, outcome.error)
             return
         self.last_failures[place.number] = outcome

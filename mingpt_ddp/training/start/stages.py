@@ -83,14 +83,14 @@ class Inputs:
 
 @dataclass(frozen=True)
 class History:
-    """The run directory and the records that earlier attempts have left there.
+    """The run directory and the records that earlier starts of the run have left there.
 
     On ranks other than zero, `owner` and `end` are None.
     """
 
     directory: Path
     store: SnapshotStore  # store of the run's snapshots
-    owner: RunDirectory | None = None  # lock of the directory
+    owner: RunDirectory | None = None  # holds the lock of the directory, and writes its files
     end: HistoryEnd | None = None  # end of metrics.jsonl
     script: Path | None = None  # the script whose own loop trains the run; None for main.py
 
@@ -110,7 +110,7 @@ def open_directory(
         script: The user's script whose own loop trains the run. None for the loop of main.py.
 
     Raises:
-        ConfigError: Another loop has trained the run.
+        ConfigError: A different training loop has trained the run: of main.py, or of a script.
     """
     config = job.config
     _check_same_config(config, runtime)
@@ -177,7 +177,7 @@ def _check_same_config(config: Config, runtime: Runtime) -> None:
         for rank, other in enumerate(configs):
             if differences := difference(configs[0], other):
                 raise ConfigError(
-                    f"rank {rank} has another configuration than rank 0: "
+                    f"rank {rank} has a different configuration than rank 0: "
                     f"{', '.join(differences)}; start all ranks with the same settings"
                 )
 
@@ -235,7 +235,7 @@ def build(inputs: Inputs, history: History, code: Callable[[], Code] | None = No
     Args:
         inputs: The inputs of the run.
         history: The run directory and its snapshots.
-        code: Waits until the code of this attempt has been read, and returns it. None on ranks
+        code: Waits until the source code of this start has been read, and returns it. None on ranks
             other than zero.
     """
     runtime = inputs.runtime
@@ -272,7 +272,7 @@ def resume(
         history: The run directory and its records.
         snapshots: The snapshots of the run.
         snapshot: Result of `snapshots.load_latest`. None to begin at step 0.
-        code: Waits until the code of this attempt has been read, and returns it. None on ranks
+        code: Waits until the source code of this start has been read, and returns it. None on ranks
             other than zero.
     """
     directory = history.directory
@@ -376,7 +376,7 @@ def record_start(run: Run, history: History, job: Job, code: Callable[[], Code] 
         run: The run that starts.
         history: The run directory and its records.
         job: The job that trains the run.
-        code: Waits until the code of this attempt has been read, and returns it. None on ranks
+        code: Waits until the source code of this start has been read, and returns it. None on ranks
             other than zero.
     """
     if history.owner is None:
@@ -403,11 +403,13 @@ def record_start(run: Run, history: History, job: Job, code: Callable[[], Code] 
 
 
 def record_attempt(run: Run, history: History, times: StartTimes) -> None:
-    """Record that this attempt begins to train. Delete the result of an earlier attempt."""
+    """Record that this start of the run begins to train. Delete the result of an earlier start."""
     state = run.state
     state.world_size = run.runtime.group.world_size
     first_start = history.end.first_start if history.end else None
-    state.begin_attempt(times.elapsed, first_start, is_own=run.snapshots.last_step is not None)
+    state.begin_attempt(
+        times.elapsed, first_start, has_own_snapshot=run.snapshots.last_step is not None
+    )
     if history.owner:
         history.owner.clear_result()
 
