@@ -1,5 +1,7 @@
 """The process group of one attempt: collectives and the heartbeat.
 
+An attempt is one start of all ranks of a run. If a rank fails, all ranks start again, in a new
+attempt.
 With a single process, every collective returns its input, so callers need not check the number of
 ranks.
 """
@@ -103,8 +105,8 @@ class ProcessGroup(JsonCollectives):
         # True while the snapshot thread of this rank writes a snapshot or waits for other ranks.
         self.is_writing = False
         self._job_store: dist.Store | None = None  # store that all attempts of the job share
-        # A single worker that has an agent joins too. If its agent has died, there is no store, and
-        # the worker fails.
+        # A single worker that has an agent (a launcher that restarts it) joins too. If the agent
+        # has died, there is no store, and the worker fails.
         if self.world_size > 1 or env.has_agent:
             self._job_store, self.store = join(env, job, self.timeout_s)
         self.closed = threading.Event()

@@ -1,4 +1,4 @@
-"""Start the worker processes of one attempt, forward signals to them, and wait for their end."""
+"""Start the worker processes of a run, forward signals to them, and wait for their end."""
 
 import contextlib
 import importlib

@@ -46,7 +46,7 @@ class BucketAverage:
     """Average all buckets of a step in one round of a reducer, in the order of ranks.
 
     It waits for the last bucket: starting earlier gains nothing, because the cores that would add
-    the first buckets are computing the others.
+    the first buckets are still computing the gradients of the later ones.
     """
 
     def __init__(self, group: ProcessGroup, parameters: list[nn.Parameter]) -> None:

@@ -40,12 +40,12 @@ class Sweep(Records):
     config: Config  # configuration of the first job, with the settings of the sweep
     directory: Path  # the sweep's own directory, or run.root if it has none
     planned: int  # number of jobs; 0 if only another sweeper knows it
-    # True if an external launcher runs the jobs. Its own processes count them and log their errors.
+    # True if an external launcher runs the jobs. Its processes log the errors of the jobs.
     is_remote: bool = False
     lock: IO[str] | None = None  # lock of the sweep's own directory; None if it has none
     script: Path | None = None  # user's script whose loop trains the jobs; None for main.py
     source: Source | None = None  # None if another sweeper chooses the jobs
-    # One slot for each concurrent job. Empty if jobs run one after another.
+    # One slot (a share of the machine) for each concurrent job. Empty if jobs run in turn.
     slots: list[Slot] = field(default_factory=list)
     job_records: JobRecords = field(default_factory=JobRecords)
     file: SweepFile = field(default_factory=lambda: SweepFile(None))
@@ -103,8 +103,8 @@ class Sweep(Records):
                 return
             if self.has_too_many_failures:
                 log.warning(
-                    "no other job starts, because %d failed (sweep.max_failures=%d)",
-                    len(self.failed),
+                    "no other job starts, because %s failed (sweep.max_failures=%d)",
+                    counted(len(self.failed), "job"),
                     self.settings.max_failures,
                 )
                 return
@@ -194,7 +194,7 @@ class Sweep(Records):
         return self.job_records.value_of(job)
 
     def threads(self, workers: int, default: int) -> int | None:
-        """Return the number of threads at the first start of the sweep.
+        """Return the number of threads of each worker, as at the first start of the sweep.
 
         Return None for ranks of torchrun, which do not change their number of threads.
         """
@@ -329,9 +329,11 @@ class Sweep(Records):
         outcomes = [self.last_failures[n] for n in self.failed if n in self.last_failures]
         advice = self._advice(outcomes)
         if (left := self.planned - n_ended - n_not_needed) > 0:
-            advice = f"{left} have not started; raise sweep.max_failures, or {advice}"
+            advice = f"{counted(left, 'job')} did not start; raise sweep.max_failures, or {advice}"
         labels = "; ".join(dict.fromkeys(self.failed.values()))
-        error = JobError(f"{len(self.failed)} of {n_ended} failed: {labels}; {advice}")
+        error = JobError(
+            f"{len(self.failed)} of {counted(n_ended, 'job')} failed: {labels}; {advice}"
+        )
         has_crashed = any(outcome.exit_code == FAILURE for outcome in outcomes)
         return failed(error, FAILURE if has_crashed else USER_ERROR)
 
@@ -365,6 +367,6 @@ class Sweep(Records):
                     echo(report(self.directories, page, metric, self.config.run.accept_code))
         except OutputError as error:
             return error
-        except RunError as error:  # for instance, this machine can read no result of any job
+        except RunError as error:  # for instance, this machine cannot read the results of the jobs
             log.warning("%s", error)
         return None

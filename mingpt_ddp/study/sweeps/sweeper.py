@@ -167,7 +167,7 @@ class _LaunchedJob:
         try:
             job = _checked(resolve(cfg, self.source.swept))
             return self.run(job, self.sweep.env, self.sweep, started_at)
-        except Exception as error:  # Hydra's launcher would not pass it on
+        except Exception as error:  # Hydra's launcher would not report it
             return exits.outcome_of(error, in_sweep=True)
 
 

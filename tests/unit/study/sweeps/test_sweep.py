@@ -8,7 +8,7 @@ import pytest
 from multiprocess.ranks import configure, typed
 
 from mingpt_ddp.config.job import Outcome, RunStatus, SweepPlace
-from mingpt_ddp.errors import ConfigError, JobError
+from mingpt_ddp.errors import ConfigError, JobError, counted
 from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.process.exit import FAILURE, USER_ERROR
 from mingpt_ddp.process.root_cause import failed
@@ -53,8 +53,8 @@ BOTH = f"{RETRY}; a job with a config error needs other settings"
         (["crash"], 1, RETRY),
         (["mistake", "mistake"], 2, CORRECT),
         (["mistake", "crash"], 2, BOTH),
-        (["mistake"], 3, f"2 have not started; raise sweep.max_failures, or {CORRECT}"),
-        (["crash"], 3, f"2 have not started; raise sweep.max_failures, or {RETRY}"),
+        (["mistake"], 3, f"2 jobs did not start; raise sweep.max_failures, or {CORRECT}"),
+        (["crash"], 3, f"2 jobs did not start; raise sweep.max_failures, or {RETRY}"),
     ],
 )
 def test_a_retry_is_advised_only_if_it_may_help(ends, planned, advice, tmp_path):
@@ -65,5 +65,5 @@ def test_a_retry_is_advised_only_if_it_may_help(ends, planned, advice, tmp_path)
         sweep.record(SweepPlace(number, f"job {number}"), ENDS[end])
     labels = "; ".join(f"job {number}" for number in range(len(ends)))
     assert str(sweep.finish().error) == (
-        f"job error: {len(ends)} of {len(ends)} failed: {labels}; {advice}"
+        f"job error: {len(ends)} of {counted(len(ends), 'job')} failed: {labels}; {advice}"
     )
