@@ -133,8 +133,8 @@ class Runtime:
     def now(self) -> float:
         """Wait until the GPU has finished the work that this thread has queued. Return the time.
 
-        The time is in seconds. Copies of a snapshot run on another stream, so this
-        does not wait for them.
+        The time is in seconds. Copies of a snapshot run on another stream, so this does not
+        wait for them.
         """
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()

@@ -79,8 +79,8 @@ class ProcessGroup(JsonCollectives):
             ConfigError: The ranks cannot be divided into copies of the model.
         """
         super().__init__(env)
-        # Collectives of the snapshot thread, which runs concurrently with the training thread.
-        self.io = JsonCollectives(env, shared_errors=Exception)
+        # For the snapshot thread, which runs concurrently with the training thread.
+        self.snapshot_collectives = JsonCollectives(env, shared_errors=Exception)
         # Collectives without a timeout. The training thread uses them before training, when there
         # is no snapshot thread yet.
         self._untimed = JsonCollectives(env)
@@ -136,7 +136,7 @@ class ProcessGroup(JsonCollectives):
         # The timeout is long, because ranks may have to wait until storage is available again. Gloo
         # notices a dead peer regardless of the timeout.
         io_group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
-        self.io = JsonCollectives(self.env, io_group, shared_errors=Exception)
+        self.snapshot_collectives = JsonCollectives(self.env, io_group, shared_errors=Exception)
         self._untimed = JsonCollectives(self.env, io_group)
         if device.type == "cuda" and backend in ("auto", "nccl"):
             uuid = str(torch.cuda.get_device_properties(device).uuid)

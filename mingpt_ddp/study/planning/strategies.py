@@ -50,7 +50,7 @@ class Devices:
 
 @dataclass(frozen=True)
 class Wire:
-    """The number of bytes that are sent in a step."""
+    """The number of bytes that each rank and each node sends in a step."""
 
     sent_by_rank: float
     # Bytes sent to other nodes. The ranks of a node first reduce or copy data among themselves.

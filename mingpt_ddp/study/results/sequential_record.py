@@ -219,7 +219,7 @@ def check_seeds(n_settings: int, n_seeds: int) -> None:
     check(
         n_seeds >= needed,
         f"until=decided cannot decide {comparisons} comparison{'s' * (comparisons > 1)} with "
-        f"{n_seeds} seeds; give at least {needed} seeds, or better 12",
+        f"{n_seeds} seeds; give at least {needed} seeds, and better 12",
     )
 
 
@@ -244,5 +244,6 @@ def _check_rule(directory: Path, before: SequentialRecord, now: SequentialRecord
         then, new = (rule.get(name) for rule in rules)
         check(
             then == new,
-            f"{directory} was begun with until=decided and {name} {then}, now {new}; {advice}",
+            f"{directory} was begun with until=decided and {name}={then}, but now {name} is {new}; "
+            f"{advice}",
         )

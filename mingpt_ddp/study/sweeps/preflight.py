@@ -97,7 +97,7 @@ def start_sweep(config: DictConfig, env: DistEnv) -> Sweep:
         env=env,
         config=first,
         directory=directory,
-        planned=number_of_jobs(settings, overrides, our_sweeper),
+        n_jobs=number_of_jobs(settings, overrides, our_sweeper),
         is_remote=is_remote,
         source=make_source(first, overrides, directory, env) if our_sweeper else None,
         slots=slots,
@@ -107,7 +107,7 @@ def start_sweep(config: DictConfig, env: DistEnv) -> Sweep:
     )
     if our_sweeper:
         env.call_on_rank_zero(lambda: _record_settings(sweep, given_metric, rule))
-    title = f"a sweep of {counted(sweep.planned, 'job')}" if sweep.planned else "a sweep"
+    title = f"a sweep of {counted(sweep.n_jobs, 'job')}" if sweep.n_jobs else "a sweep"
     log.info("starting %s in %s", title, directory)
     with read_write(config), read_write(config.hydra), open_dict(config):
         if uses_bits_per_byte:

@@ -173,7 +173,7 @@ class _LaunchedJob:
 
 def _run_grid(sweep: Sweep, source: Source, launcher: Launcher) -> None:
     """Run all jobs of a grid with an external launcher. Then look for the first failed job."""
-    jobs = [source.overrides(number) for number in range(sweep.planned)]
+    jobs = [source.overrides(number) for number in range(sweep.n_jobs)]
     for number, returned in enumerate(launcher.launch(jobs, initial_job_idx=0)):
         try:
             _ = returned.return_value  # raises the error if the job has failed

@@ -120,7 +120,7 @@ def compare_versions(
     record(root, {"runs": [runs], "versions": recorded, "overrides": arguments, **document})
     text = f"{text}\nthe runs are in {runs}"
     if why := _why_unmet(required, verdicts):
-        return f"{text}\nrequire={required}: {why}", False
+        return f"{text}\nrequire={required} is not met: {why}", False
     return text, True
 
 
@@ -327,7 +327,7 @@ def _check_config(job: VersionRun) -> None:
 def _why_unmet(required: str | None, verdicts: list[VersionVerdict]) -> str:
     """Explain why a requirement is not met. Return "" if it is met."""
     if required == "same_bits" and not all(each.has_same_bits for each in verdicts):
-        return "the bits differ"
+        return "the weights or optimizer states differ"
     if required == "not_worse" and any(each.is_worse for each in verdicts):
         worse = ", ".join(each.other.label for each in verdicts if each.is_worse)
         return f"worse by more than chance, or not comparable: {worse}"
