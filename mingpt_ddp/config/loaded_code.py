@@ -94,7 +94,7 @@ def names_in(roots: Iterable[Path]) -> frozenset[str]:
 
 
 def loaded_sha256(path: Path) -> str | None:
-    """Return the SHA-256 of a file when this process loaded it. None if it is not loaded."""
+    """Return the SHA-256 that a file had when it was loaded. None if it is not loaded."""
     return _files[path].sha256 if path in _files else None
 
 

@@ -127,7 +127,7 @@ class MetricsProcessor:
         if self.start < self._reached < step:
             elapsed = self._times.elapsed
             log.info(
-                "step %d is the first new one, after %.2f s",
+                "step %d is the first new step, after %.2f s",
                 step,
                 elapsed,
                 extra={"file_only": True},

@@ -57,7 +57,7 @@ class Asha:
 
 @dataclass(frozen=True)
 class NoSettings:
-    """The settings of a sampler or pruner that has none."""
+    """Empty settings, for a sampler or pruner that has none."""
 
 
 Methods = Mapping[str | None, type]
