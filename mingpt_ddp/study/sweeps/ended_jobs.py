@@ -40,7 +40,7 @@ class JobRecords(Records):
 def final_value(job: Job, objective: Objective) -> float | None:
     """Return the objective of a job that has ended for good. Return None for other jobs.
 
-    A job counts only if its recorded values are equal to the present ones.
+    A job counts only if its recorded configuration has the same values as its present one.
     """
     config = job.config
     result = read_result(job.directory)
