@@ -12,6 +12,10 @@ NAMED = $(filter tests% -k% -m% --lf --last-failed,$(ARGS))
 INTEGRATIONS = $(patsubst %,tests/e2e/test_%.py,slurm ray transformers trackers transformers_versions) $(shell grep -rl --include='test_*.py' mark.integration tests)
 LOWEST := .venv-lowest
 NEWEST := .venv-newest
+BUILD := .venv-build
+EMPTY := .venv-empty
+# A short run, which make smoke and make dist repeat.
+SMOKE := experiment=demo data.truncate=0.05 run.root=build run.name=smoke
 CASES ?= 10000
 SEED ?= $(shell date +%Y%m%d)
 PYTHON_VERSION ?= 3.12
@@ -22,7 +26,7 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-rest test-all test-integrations test-slow check fuzz coverage mutation lowest newest wheels lines site docs clean
+.PHONY: help train test test-rest test-all test-integrations test-slow check fuzz coverage mutation lowest newest smoke dist wheels lines site docs clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
@@ -80,14 +84,32 @@ lowest:  ## run unit and contract tests with the lowest versions in setup.cfg; t
 	@$(LOWEST)/bin/python $(PIP_INSTALL) -c $(LOWEST)/constraints.txt -e '.[test]'
 	@$(LOWEST)/bin/python -m pytest $(PARALLEL) tests/unit tests/contract $(ARGS)
 
-newest:  ## run unit and contract tests with the newest allowed Hydra and OmegaConf, and release candidates of these two
+newest:  ## run unit and contract tests with the newest of everything, and release candidates of Hydra and OmegaConf
 	@rm -rf $(NEWEST)
 	@$(PYTHON) -m venv $(NEWEST)
-	@grep -vE '^(hydra-core|omegaconf)==' constraints.txt >$(NEWEST)/constraints.txt
-	@echo 'installing the newest Hydra and OmegaConf into $(NEWEST)'
-	@$(NEWEST)/bin/python $(PIP_INSTALL) --pre -c $(NEWEST)/constraints.txt -e '.[test]'
-	@$(NEWEST)/bin/python -m pip list --disable-pip-version-check | grep -E '^(hydra|omegaconf)'
+	@sed -nE 's/^ +((hydra-core|omegaconf)>=.*)/\1/p' setup.cfg >$(NEWEST)/candidates.txt
+	@echo 'installing the newest versions into $(NEWEST)'
+	@$(NEWEST)/bin/python $(PIP_INSTALL) --pre --no-deps -r $(NEWEST)/candidates.txt
+	@$(NEWEST)/bin/python $(PIP_INSTALL) -e '.[test]'
+	@$(NEWEST)/bin/python -m pip list --disable-pip-version-check | grep -E '^(hydra-core|omegaconf|torch|numpy) '
 	@$(NEWEST)/bin/python -m pytest $(PARALLEL) tests/unit tests/contract $(ARGS)
+
+smoke: $(VENV)/.train  ## train ten steps in one process, then ten more, which must resume
+	@rm -rf build/smoke
+	@$(BIN)/python main.py $(SMOKE) trainer.max_steps=10
+	@$(BIN)/python main.py $(SMOKE) trainer.max_steps=20
+	@grep -q 'resuming from the snapshot of step 10 of 20' build/smoke/main.rank0.log
+
+dist:  ## build the wheel and the sdist into dist/, check them, and train with the wheel in an empty environment
+	@rm -rf $(BUILD) $(EMPTY) build/empty dist
+	@$(PYTHON) -m venv $(BUILD)
+	@$(BUILD)/bin/python $(PIP_INSTALL) -c constraints.txt build twine
+	@$(BUILD)/bin/python -m build
+	@$(BUILD)/bin/python -m twine check --strict dist/*
+	@$(PYTHON) -m venv $(EMPTY)
+	@$(EMPTY)/bin/python $(PIP_INSTALL) dist/*.whl
+	@mkdir -p build/empty
+	@cd build/empty && ../../$(EMPTY)/bin/mingpt-ddp train $(SMOKE) trainer.max_steps=10
 
 wheels:  ## download the wheels for a machine with torch, PYTHON_VERSION=3.12 and no network into DIR=wheels
 	@$(PYTHON) scripts/download_wheels.py --python-version $(PYTHON_VERSION) $(DIR)
@@ -104,7 +126,7 @@ docs: $(VENV)/.docs  ## serve the documentation on http://localhost:8000, as of 
 	@$(BIN)/zensical serve
 
 clean:  ## remove .venv and the caches of tools; runs and data stay
-	rm -rf $(VENV) $(LOWEST) $(NEWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* *.egg-info build
+	rm -rf $(VENV) $(LOWEST) $(NEWEST) $(BUILD) $(EMPTY) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* *.egg-info build dist
 
 $(VENV)/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

@@ -42,7 +42,10 @@ class DataError(UserError):
 
 
 class ChangedTextError(DataError):
-    """The text has changed since a job of the sweep ended, so other jobs are not comparable."""
+    """The training text has changed since an earlier job of the sweep ended.
+
+    The results of later jobs would not be comparable with the result of that job.
+    """
 
 
 class SnapshotError(UserError):
@@ -103,8 +106,8 @@ def reason(error: Exception) -> str:
 def pack_error(error: Exception) -> dict[str, Any]:
     """Return an error as JSON values, for `unpack_error` in another process.
 
-    A UserError keeps its class, or a base class that this module defines. Any other error becomes
-    an OSError.
+    A UserError keeps its class, if this module defines the class. Otherwise it becomes its nearest
+    base class in this module. Any other error becomes an OSError.
     """
     if not isinstance(error, UserError):
         return {"kind": "OSError", "message": reason(error), "errno": getattr(error, "errno", None)}

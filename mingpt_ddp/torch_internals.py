@@ -50,8 +50,8 @@ def for_each(operation: str, tensors: Sequence[Tensor], *arguments: Any, **optio
         return fused(tensors, *arguments, **options)
     results = []
     for i, tensor in enumerate(tensors):
-        own_arguments = [a[i] if isinstance(a, (list, tuple)) else a for a in arguments]
-        results.append(getattr(tensor, operation)(*own_arguments, **options))
+        tensor_arguments = [a[i] if isinstance(a, (list, tuple)) else a for a in arguments]
+        results.append(getattr(tensor, operation)(*tensor_arguments, **options))
     return tuple(results)
 
 
@@ -136,7 +136,8 @@ def time_communication(wrapped: DistributedDataParallel, every: int) -> None:
 class CommunicationTimes:
     """The time of a reduction of gradients, as DDP has measured it, in seconds."""
 
-    iteration: int  # number of the backward pass, from 1, among those that reduce gradients
+    # Number of the backward pass. Only backward passes that reduce gradients count, from 1.
+    iteration: int
     total_s: float
     hidden_s: float  # the part of total_s during which the backward pass computed
 
@@ -157,7 +158,9 @@ def keep_process_group(wrapped: DistributedDataParallel) -> None:
 
     The destructors of these objects hold the GIL. If they drop the last reference to a gloo group,
     the destructor of the group joins a thread. This thread may itself wait for the GIL, to free a
-    tensor, which is a deadlock. A reference from Python is dropped without the GIL.
+    tensor, which is a deadlock. This function therefore adds a reference from Python, which is
+    dropped after these objects are destroyed. torch releases the GIL before it drops such a
+    reference.
 
     Fallback: DDP may destroy the process group.
     """
@@ -212,7 +215,7 @@ def without_profiler_noise() -> Iterator[None]:
 def record_gpu_allocations() -> None:
     """Record the line of code that allocates each block of GPU memory, for `dump_gpu_memory`.
 
-    Without a GPU, do nothing. Fallback: a dump does not have these lines.
+    Without a GPU, do nothing. Fallback: a dump does not name lines of code.
     """
     if torch.cuda.is_initialized():
         getattr(torch.cuda.memory, "_record_memory_history", dict)(enabled="state", stacks="python")
@@ -250,9 +253,10 @@ def compile_deterministically(wanted: bool) -> None:
     """Stop Inductor from choosing kernels by benchmarks.
 
     Different kernels add numbers in different orders, so their results differ in the last bits. On
-    a GPU, Inductor benchmarks padded matrix products, such as the output layer for 65 characters.
-    It may choose a different kernel after its cache is lost. `torch.use_deterministic_algorithms`
-    prevents only some of these choices. Fallback: Inductor's default.
+    a GPU, Inductor benchmarks matrix products that it could pad, such as the output layer of a
+    model with an odd vocabulary size. It may choose a different kernel after its cache is lost.
+    `torch.use_deterministic_algorithms` prevents only some of these choices. Fallback: Inductor's
+    default.
     """
     from torch._inductor import config
 

@@ -1,4 +1,4 @@
-"""The commands. Each has a module in `commands`, which reads arguments and returns an exit code."""
+"""The commands, such as `mingpt-ddp train`. Each has a module in `commands`."""
 
 import sys
 
@@ -28,6 +28,6 @@ def begin() -> None:
     module = main_module()
     if module and module.removesuffix(".__main__") != "mingpt_ddp":
         names = ", ".join(COMMANDS)
-        line = f"{module} is not a command; write python -m mingpt_ddp COMMAND, one of {names}"
-        print(f"config error: {line}", file=sys.stderr)
+        advice = f"write python -m mingpt_ddp COMMAND; the commands are {names}"
+        print(f"config error: {module} is not a command; {advice}", file=sys.stderr)
         sys.exit(2)

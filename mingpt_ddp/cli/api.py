@@ -39,7 +39,8 @@ def train(
 
     Args:
         overrides: Words as on the command line: `key=value` and options of Hydra. Or the composed
-            configuration of another Hydra application, or its node with this package's groups.
+            configuration of another Hydra application, or the node of that configuration that
+            holds this package's groups.
         nproc: Number of local processes that train together. None leaves it to
             `ddp.nproc_per_node`, by default one process.
         quiet: Print nothing.
@@ -177,7 +178,10 @@ def _start(words: list[str], job: str | None, quiet: bool) -> Outcome:
     if outcome.error is not None:
         raise outcome.error
     if process.returncode != 0:
-        raise UserError(f"training ended with exit code {process.returncode}")
+        raise UserError(
+            f"training ended with exit code {process.returncode}; its output says why (quiet=False "
+            "prints it)"
+        )
     if not outcome.directories:  # e.g. after --help
         raise RunError("these arguments do not train a model; leave out --help and similar options")
     return outcome
@@ -263,7 +267,7 @@ def load(
         code: Your Python file that registers the model, if it is not built in.
 
     Raises:
-        SnapshotError: There is no such snapshot, or no model can be built from it.
+        SnapshotError: There is no such snapshot, or it does not contain a usable model.
     """
     import torch
 
@@ -315,10 +319,11 @@ def history(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def rows(*directories: str | os.PathLike[str], metric: str | None = None) -> list[dict[str, Any]]:
-    """Return a row for each job. The jobs of the setting with the best mean come first.
+    """Return a row for each job of runs or sweeps, best first.
 
-    The mean is over all seeds of a setting, as in the table of a report. A setting has no mean if
-    none of its jobs is complete, or if a seed has diverged. Such settings come last.
+    Jobs that differ only in run.seed have the same setting. The setting with the best mean over its
+    seeds comes first, as in the table of a report. A setting has no mean if none of its jobs is
+    complete, or if the loss of one of them is not finite. Such settings come last.
 
     A row has `name`, `directory`, `status`, `seed` and `code`, the other parameters in which the
     jobs differ (by dotted key), and the numbers of result.json. For a job that is not complete,

@@ -27,9 +27,10 @@ def at(
         without: Number of a sequence, where sequence 1 has the highest loss. Measure the step a
             second time without this sequence.
         nproc: 1 to repeat on one rank. None for as many ranks as the run had.
-        words: More words for the command line that trains, for example to name your own code.
+        words: Additional arguments of the train command that repeats the step, such as
+            `--config-dir=DIR` for your own code.
         code: Your Python file that registers the model, if the model is not built in. It is needed
-            to load `before`.
+            to load the model that is returned as `before`.
 
     Returns:
         The values that the command prints as JSON, and three more. `losses` (B) and `tokens`

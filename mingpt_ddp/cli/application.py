@@ -6,13 +6,13 @@ from omegaconf import DictConfig
 
 from mingpt_ddp.config.compose.hydra_internals import full_key
 from mingpt_ddp.config.compose.resolve import application_state
-from mingpt_ddp.config.config import LATER_GROUPS, to_plain
+from mingpt_ddp.config.config import GROUPS_ADDED_LATER, to_plain
 from mingpt_ddp.config.hints import suggest
 from mingpt_ddp.config.job import job_json
 from mingpt_ddp.config.keys.schema import GROUPS
 from mingpt_ddp.errors import ConfigError
 
-OPTIONAL_GROUPS = {*LATER_GROUPS, "sweep"}  # groups that a recorded configuration may lack
+OPTIONAL_GROUPS = {*GROUPS_ADDED_LATER, "sweep"}  # groups that a recorded configuration may lack
 
 
 def application_job(cfg: DictConfig, nproc: int | str | None = None) -> str:
@@ -27,7 +27,8 @@ def application_job(cfg: DictConfig, nproc: int | str | None = None) -> str:
         nproc: Replaces ddp.nproc_per_node. None keeps the configured value.
 
     Raises:
-        ConfigError: A group is missing, the node has another key, or a value cannot be resolved.
+        ConfigError: A group is missing, the node has a key that is not a group, or a value cannot
+            be resolved.
     """
     node = full_key(cfg)
     for key in map(str, cfg if node else ()):

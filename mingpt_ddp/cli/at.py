@@ -1,4 +1,8 @@
-"""Repeat a step of a run. Show its text, and check that its results have the same bits."""
+"""Repeat one training step of a run, show its training text, and compare its results.
+
+On as many ranks as the run had, the repeated step should have the recorded gradient norm and give
+the recorded weights, to the last bit.
+"""
 
 import contextlib
 import json
@@ -24,10 +28,11 @@ from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.process.terminal import echo, echo_error
 from mingpt_ddp.training.look import LOOK, LookRequest
 
-# Log every step. Continue after a loss that is not finite, because the step may come later.
+# Log every step. Continue after a loss that is not finite, because the step to look at may come
+# later.
 MEASURING_OVERRIDES = ("trainer.log_every=1", "trainer.on_nonfinite=skip")
-# Replace settings for several ranks, if one rank repeats the step.
-ON_ONE_RANK = ("ddp.strategy=auto", "ddp.tensor_parallel=1", "ddp.comm_hook=none")
+# These replace the settings of a run with several ranks, if only one rank repeats the step.
+ONE_RANK_OVERRIDES = ("ddp.strategy=auto", "ddp.tensor_parallel=1", "ddp.comm_hook=none")
 SHOWN_CHARACTERS = 50  # number of characters of each sequence that are printed
 
 
@@ -45,11 +50,11 @@ def look_at(
         url: URL of the run or its snapshots, which are untrusted.
         step: Number of the step, or "worst" for the step with the largest logged loss.
         directory: An empty temporary directory for the repeated run. If the run has no snapshot of
-            the step before, the repeated run saves one there.
-        without: Number of a sequence. The step is also computed without it. None to compute the
-            step only once.
+            the previous step, the repeated run saves one there.
+        without: Number of a sequence. The step is computed a second time without this sequence.
+            None to compute the step only once.
         ranks: 1 to repeat the step on one rank. None for as many ranks as the run had.
-        words: More words of the command line that trains.
+        words: Additional arguments of the train command that repeats the step.
 
     Returns:
         The values that `format=json` prints.
@@ -67,10 +72,10 @@ def look_at(
     target = _choose_step(step, recorded, logged)
     interval = interval_before(recorded, target, words)
     _announce(interval, logged)
-    usual_ranks = choose_ranks(None, interval.state["environment"])
-    has_fewer_ranks = ranks == 1 < usual_ranks
+    recorded_ranks = choose_ranks(None, interval.state["environment"])
+    has_fewer_ranks = ranks == 1 < recorded_ranks
     if has_fewer_ranks:
-        words = [*ON_ONE_RANK, *words]
+        words = [*ONE_RANK_OVERRIDES, *words]
     else:
         ranks = choose_ranks(ranks, interval.state["environment"])
     words = [*MEASURING_OVERRIDES, f"snapshot.keep_every={max(1, target - 1)}", *words]
@@ -93,10 +98,12 @@ def look_at(
     expected, difference = expected_hashes(recorded, interval)
     is_damaged = bool(difference)
     difference = difference or find_other_hash(interval, expected, repeated)
-    norms = _norms(logged, interval)
-    changed_norms = norms - _norms(_read_metrics(directory / REPLAY_RUN_NAME), interval)
+    norms = _gradient_norms(logged, interval)
+    changed_norms = norms - _gradient_norms(_read_metrics(directory / REPLAY_RUN_NAME), interval)
     if changed_norms and not difference:
-        difference = "step {} had the gradient norm {}".format(*min(changed_norms))
+        difference = "step {} does not give the recorded gradient norm {}".format(
+            *min(changed_norms)
+        )
     compared_steps = expected.keys() & repeated.keys() - {interval.base}
     verdict = "the run has recorded nothing about these steps that could be compared"
     if has_fewer_ranks and not is_damaged:
@@ -122,7 +129,7 @@ def _read_metrics(directory: Path) -> dict[int, Record]:
     return {}
 
 
-def _norms(logged: Mapping[int, Record], interval: Interval) -> set[tuple[int, float]]:
+def _gradient_norms(logged: Mapping[int, Record], interval: Interval) -> set[tuple[int, float]]:
     """Return the steps of an interval that have a logged gradient norm, with that norm."""
     steps = range(interval.base + 1, interval.target + 1)
     return {(n, logged[n]["grad_norm"]) for n in steps if logged.get(n, {}).get("grad_norm")}
@@ -138,10 +145,10 @@ def _choose_step(
     """
     if step != "worst":
         last = max([*recorded.states, *logged])
-        check(step <= last, f"step={step} is beyond the end of the run, which is at step {last}")
+        check(step <= last, f"step={step} is beyond the end of the run; choose a step up to {last}")
         return step
     losses = {n: row["train_loss"] for n, row in logged.items() if "train_loss" in row}
-    check(losses != {}, "step=worst needs the logged losses of a local run; name a step")
+    check(losses != {}, "step=worst needs the logged losses of a local run; set step to a number")
     # None stands for a loss that is not finite, and counts as the largest.
     worst = max(losses, key=lambda n: (losses[n] is None, losses[n] or 0.0))
     first = max((n for n in losses if n < worst), default=0) + 1
@@ -158,7 +165,9 @@ def _announce(interval: Interval, logged: Mapping[int, Record]) -> None:
     steps = interval.target - interval.base
     start = f"the snapshot of step {interval.base}"
     if interval.base == 0:
-        start = "the start, because there is no earlier snapshot (snapshot.keep_every keeps more)"
+        start = (
+            "the start, because there is no earlier snapshot (set snapshot.keep_every to keep more)"
+        )
     times = [row["step_ms"] for row in logged.values() if (row.get("step_ms") or 0) > 0]
     time = f", about {duration(steps * statistics.median(times) / 1e3)}" if times else ""
     echo_error(f"repeating {counted(steps, 'step')} from {start}{time}")

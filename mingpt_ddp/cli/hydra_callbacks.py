@@ -1,4 +1,7 @@
-"""The callback that Hydra calls before training. It checks the configuration and starts a sweep."""
+"""The callback that Hydra calls before training.
+
+It checks the configuration. With -m, it also starts the sweep.
+"""
 
 import contextlib
 from collections.abc import Iterator

@@ -8,9 +8,9 @@ evaluate     measure the model of a snapshot on a split, or on other data
 snapshots    list, verify, prune and export snapshots
 report       show the results of runs or of a sweep as a table and an HTML page
 plan         show the length, the memory and the doubtful settings of a run, without training it
-again        train with the recorded configuration of a run, and with changes
-replay       train some steps of a run again, and compare the results with its record
-at           repeat one step of a run, and show the text of that step
+again        train with the recorded configuration of a run, changed by keys on the command line
+replay       train some steps of a run again, and compare the results with the recorded ones
+at           repeat one training step of a run, and show the text that it trained on
 versions     train two or more versions of the code, and compare their losses and speeds
 
 `mingpt-ddp COMMAND --help` describes the keys of a command.

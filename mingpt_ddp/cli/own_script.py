@@ -1,4 +1,4 @@
-"""Resolve the job of a script that has its own training loop."""
+"""Compose and check the configuration of a user's script that has its own training loop."""
 
 import sys
 from collections.abc import Collection, Sequence
@@ -28,7 +28,7 @@ def resolve(words: Sequence[str] | None = None) -> Job:
     `ddp.nproc_per_node` is set. Exit when all jobs have ended.
 
     Args:
-        words: Words with the keys and presets of main.py's command line. None for the words on the
+        words: Keys and presets, as on the command line of main.py. None to read them from the
             script's command line.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Register the recorded configuration of a run as presets of Hydra."""
+"""Register the recorded configuration of a run as Hydra presets, for the command `again`."""
 
 import contextlib
 import os
@@ -78,7 +78,7 @@ def store_recorded(run: str, command_line: list[str]) -> list[str]:
         has_code = {group, "experiment", f"{group}.code"} & command_line_values.keys()
         if not has_code and class_of(group, keys) is None:  # no file has registered the choice
             selector, choice = selected(group, keys)
-            advice = f"add the preset that names it, as in --config-dir=DIR {group}=NAME"
+            advice = f"add the preset that names your file, as in --config-dir=DIR {group}=NAME"
             raise ConfigError(f"{group}.{selector}={choice} needs your own code; {advice}")
     if "experiment" in command_line_values:
         echo_error(
@@ -159,7 +159,10 @@ def _leave_out(
     if not omitted:
         return
     listed = ", ".join(f"{key}={value}" for key, value in omitted.items())
-    notice = f"not taken from {run}: {listed}; if you trust them, add them to the command line"
+    notice = (
+        f"these recorded values of {run} are not used: {listed}; if you trust them, add them to "
+        "the command line"
+    )
     for key in omitted:
         # A preset on the command line may name the file.
         if (

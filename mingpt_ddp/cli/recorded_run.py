@@ -1,4 +1,8 @@
-"""Read the record of a run, and choose steps of it to repeat."""
+"""Read the record of a run, and choose which of its steps to repeat.
+
+The record consists of the run's committed snapshots, and of its ledger: a file with the hashes of
+all snapshots that the run has saved.
+"""
 
 import functools
 from dataclasses import dataclass
@@ -45,14 +49,17 @@ class RecordedRun:
         Raises:
             SnapshotError: There is no committed snapshot, or a snapshot does not describe how to
                 repeat its run.
-            ConfigError: The training loop of a script has trained the run.
+            ConfigError: A user's script with its own training loop has trained the run, so main.py
+                cannot repeat it.
         """
         if "://" not in url:
             refuse_other_loop(run_of(Path(url)))
         store, steps = find_steps(url)
         states = {step: read_state(store, step) for step in steps if store.is_committed(step)}
         if not states:
-            raise SnapshotError(f"there is no whole snapshot at {url}")
+            raise SnapshotError(
+                f"there is no whole snapshot at {url}; name a run directory that has snapshots"
+            )
         ledger = {} if "://" in url else Ledger(run_of(Path(url))).read()
         return cls(store, states, ledger)
 
@@ -74,11 +81,11 @@ class RecordedRun:
         settings = {step: record.settings_digest for step, record in self.ledger.items()}
         return settings | {step: digest_settings(state) for step, state in self.states.items()}
 
-    def has_start(self, words: list[str]) -> bool:
+    def can_repeat_from_start(self, words: list[str]) -> bool:
         """Return True if the run can be repeated from its start.
 
         Args:
-            words: More words of the command line that trains.
+            words: Additional arguments of the train command that repeats the steps.
         """
         run = self.states[max(self.states)]["config"]["run"]
         source = str(run.get("init_from"))
@@ -120,7 +127,8 @@ def read_state(store: SnapshotStore, step: int) -> dict[str, Any]:
         and all(type(state.get(key)) is int for key in ("steps", "micro_batch_size"))
     ):
         raise SnapshotError(
-            f"the snapshot of step {step} does not contain the settings to repeat its run"
+            f"the snapshot of step {step} does not contain the settings that are needed to repeat "
+            "its run; name another run"
         )
     return dict(state)
 
@@ -142,13 +150,14 @@ def choose_interval(recorded: RecordedRun, steps: int, words: list[str]) -> Inte
 
     Args:
         steps: Number of steps in the interval.
-        words: More words of the command line that trains.
+        words: Additional arguments of the train command that repeats the steps.
 
     Raises:
-        SnapshotError: No interval has this number of steps. The message offers the newest ones.
+        SnapshotError: No interval has this number of steps. The message lists numbers of steps that
+            are possible.
     """
     snapshots = sorted(recorded.states, reverse=True)
-    bases = [*snapshots, 0] if recorded.has_start(words) else snapshots
+    bases = [*snapshots, 0] if recorded.can_repeat_from_start(words) else snapshots
     for target in snapshots:
         base = target - steps
         if base in bases and recorded.have_same_settings(base, target):
@@ -163,7 +172,10 @@ def choose_interval(recorded: RecordedRun, steps: int, words: list[str]) -> Inte
         "ends at a snapshot, and has the same settings throughout"
     )
     if not offers:
-        raise SnapshotError(f"{problem}; no interval of another length does")
+        raise SnapshotError(
+            f"{problem}; no other number of steps is possible either: name a run that has kept "
+            "more snapshots (snapshot.keep_last)"
+        )
     shown = " or ".join([*offers.values()][:MAX_OFFERS])
     raise SnapshotError(f"{problem}; set {shown}")
 
@@ -172,7 +184,7 @@ def interval_before(recorded: RecordedRun, target: int, words: list[str]) -> Int
     """Return the steps from the newest snapshot before a step, or from the start, to that step.
 
     Args:
-        words: More words of the command line that trains.
+        words: Additional arguments of the train command that repeats the steps.
 
     Raises:
         SnapshotError: The settings changed between the snapshot and the step. Or there is no
@@ -181,7 +193,7 @@ def interval_before(recorded: RecordedRun, target: int, words: list[str]) -> Int
     earlier = [step for step in recorded.states if step < target]
     later = [step for step in recorded.states if step >= target]
     base = max(earlier, default=0)
-    if not earlier and not recorded.has_start(words):
+    if not earlier and not recorded.can_repeat_from_start(words):
         raise SnapshotError(
             f"there is no snapshot before step {target}, and this run cannot be repeated from its "
             f"start; choose a step after its first snapshot, step {min(later)}"

@@ -1,4 +1,4 @@
-"""Train some steps of a run again, and compare the hashes with the recorded hashes."""
+"""Train some steps of a run again, and check that the weights have the recorded hashes."""
 
 import contextlib
 import io
@@ -15,7 +15,7 @@ import yaml
 from mingpt_ddp.cli.api import train
 from mingpt_ddp.cli.recorded_run import Interval, RecordedRun, choose_interval, read_snapshot
 from mingpt_ddp.config.compose.hydra_utils import hydra_value
-from mingpt_ddp.config.config import decides_bits
+from mingpt_ddp.config.config import may_change_results
 from mingpt_ddp.config.keys.optimizer_config import DECAYING
 from mingpt_ddp.config.recorded import is_untrusted
 from mingpt_ddp.config.validation import check
@@ -28,19 +28,20 @@ from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.storage.code_identity import describe_change, recorded_code
 from mingpt_ddp.tasks.recorded_text import recorded_text
 
+# Exit codes of the command. 2 is the exit code of an error.
 CONFIRMED = 0
 REFUTED = 1
-UNDECIDED = 3  # these three are exit codes; 2 is an error
+UNDECIDED = 3
 REPLAY_RUN_NAME = "replay"
 TEMPORARY = "mingpt_ddp-replay-"  # prefix of the temporary directory
 # Show only these lines of a replay: steps, errors and warnings.
 SHOWN_LINES = re.compile(r"step \d+/|(\w+ )?error|warning", re.IGNORECASE)
 # A replay saves at most this many snapshots for each hash that it compares.
 MAX_SAVES = 4
-# A replay takes the defaults of these groups for all keys that do not change a step.
-QUIET_GROUPS = ("trainer", "snapshot", "tracker")
+# In these groups, a replay uses the default of each key that does not change the result of a step.
+GROUPS_WITH_DEFAULTS = ("trainer", "snapshot", "tracker")
 # Overrides that switch off what a replay does not need: evaluations and older snapshots.
-QUIET_OVERRIDES = (
+REPLAY_OVERRIDES = (
     "trainer.eval_every=null",
     "trainer.eval_steps=1",
     "snapshot.keep_last=1",
@@ -74,7 +75,7 @@ def replay(url: str, steps: int, ranks: int | None, words: list[str]) -> int:
         steps: Number of steps to repeat.
         ranks: Number of ranks. None for as many ranks as the run had, or for one rank with
             ddp.reduction=canonical.
-        words: More words of the command line that trains.
+        words: Additional arguments of the train command that repeats the steps.
     """
     raise_interrupts()  # so that the training ends and its directory is deleted
     recorded = RecordedRun.read(url)
@@ -151,7 +152,7 @@ class StepLines(io.TextIOBase):
 def describe_difference(
     recorded: HashByKind, computed: HashByKind, kinds: Sequence[str] = TENSOR_KINDS
 ) -> str:
-    """Return the first kind of tensors whose hashes differ, with both hashes, or ""."""
+    """Return the first kind of tensors whose hashes differ, with both hashes. "" if all agree."""
     for kind in kinds:
         before = recorded.get(kind)
         now = computed.get(kind)
@@ -207,7 +208,7 @@ def train_again(
     """
     threads = interval.state["environment"].get("threads")
     write_config(directory / "recorded", interval.state["config"])
-    overrides = [*changes(recorded, interval, directory), *words]
+    overrides = [*interval_overrides(recorded, interval, directory), *words]
     before = dict(os.environ)
     if type(threads) is int:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
@@ -228,21 +229,21 @@ def train_again(
 def write_config(directory: Path, config: Mapping[str, Any]) -> None:
     """Write the config.yaml of the replay.
 
-    Leave out keys that a record must not decide, and keys that a replay does not need.
+    Leave out keys that only the user may set, such as `code`, and keys that a replay does not need.
     """
     kept: dict[str, Any] = {}
     for group, keys in config.items():
         kept[group] = {}
         for key, value in keys.items():
             name = f"{group}.{key}"
-            is_quiet = group in QUIET_GROUPS and not decides_bits(name, value)
-            if not is_quiet and not is_untrusted(name, value):
+            uses_default = group in GROUPS_WITH_DEFAULTS and not may_change_results(name, value)
+            if not uses_default and not is_untrusted(name, value):
                 kept[group][key] = value
     directory.mkdir()
     (directory / "config.yaml").write_text(yaml.safe_dump(kept))
 
 
-def changes(recorded: RecordedRun, interval: Interval, directory: Path) -> list[str]:
+def interval_overrides(recorded: RecordedRun, interval: Interval, directory: Path) -> list[str]:
     """Return the overrides that train only the interval, in a new run directory."""
     state = interval.state
     values: dict[str, Any] = {
@@ -271,7 +272,7 @@ def changes(recorded: RecordedRun, interval: Interval, directory: Path) -> list[
             values["data.sha256"] = text.sha256
     if state["config"]["ddp"].get("strategy") == "single":
         values["ddp.strategy"] = "auto"
-    return [*QUIET_OVERRIDES, *(f"{key}={hydra_value(value)}" for key, value in values.items())]
+    return [*REPLAY_OVERRIDES, *(f"{key}={hydra_value(value)}" for key, value in values.items())]
 
 
 def save_interval(expected: Mapping[int, HashByKind], interval: Interval) -> int | None:

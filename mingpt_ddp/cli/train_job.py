@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 def main(to_words: Callable[[list[str]], list[str]] = list) -> None:
     """Train the job of the command line, or of a caller in Python. Always exit through os._exit.
 
+    The caller is a process that has called `mingpt_ddp.train` or `mingpt_ddp.sweep`.
+
     Normal interpreter shutdown sometimes aborts in a background thread of torch, which torchrun
     counts as a failure.
 
@@ -80,7 +82,7 @@ def _run(caller: Caller | None, to_words: Callable[[list[str]], list[str]]) -> O
         sys.argv[1:] = to_words(sys.argv[1:])
         prepare_command_line(exits.env)
         if caller is not None and caller.job_file is not None:
-            return _run_job_of(caller.job_file)
+            return _run_job_in_file(caller.job_file)
 
         def task(cfg: DictConfig, swept: Collection[str] | None = None) -> float:
             return train(cfg, swept, outcomes)
@@ -185,7 +187,7 @@ def _set_up_process() -> None:
 # The two functions below take a job as JSON, instead of words from the command line.
 
 
-def _run_job_of(path: str) -> Outcome:
+def _run_job_in_file(path: str) -> Outcome:
     """Run the job that a caller in Python has written to a file as JSON."""
     try:
         job = checked_job(Job.from_json(Path(path).read_text()))
@@ -199,6 +201,7 @@ def train_as_worker(text: str, ends: WorkerEnds) -> None:
 
     Args:
         text: The job as JSON.
+        ends: Connections from this worker to its parent.
     """
     _set_up_process()
     exits = ProcessExit()

@@ -40,14 +40,15 @@ __all__ = [
 ]
 
 Builder = TypeVar("Builder", bound=Callable[..., Any])
-# Builders by kind and name. The kinds hook and action, which have no configuration, are here too.
+# A builder is a registered class or function that makes a component, such as a model. This table
+# has all builders by kind and name. Hooks and actions have builders, but no configuration.
 BUILDERS: dict[str, dict[str, Callable[..., Any]]] = {
     kind: {} for kind in (*BASES, "hook", "action")
 }
 # Configuration classes by kind and name, for the kinds without a group of their own. A key of
 # another group, such as ddp.comm_hook, selects the name.
 CONFIGS_WITHOUT_GROUP = {"comm_hook": COMM_HOOKS, "schedule": SCHEDULES, **PARTS}
-TAKEN = "the name is taken; choose another name"
+NAME_TAKEN = "the name is taken; choose another name"
 MAX_ERROR_LENGTH = 500  # characters
 MAX_CODE_BYTES = 1 << 24
 
@@ -133,7 +134,7 @@ def register(
             f'@register({group!r}, {name!r}, ...): files is only for a reader of text ("data")'
         )
     if name in _configs(group):
-        raise ValueError(f"@register({group!r}, {name!r}, ...): {TAKEN}")
+        raise ValueError(f"@register({group!r}, {name!r}, ...): {NAME_TAKEN}")
     label = getattr(config, "__name__", repr(config))
     inherits = isinstance(config, type) and issubclass(config, BASES[group])
     # vars() ignores the fields of the base class, so it shows if `config` itself is a dataclass.
@@ -182,7 +183,7 @@ def add_registration(registration: Registration) -> None:
 
 
 def reader_of(name: str) -> tuple[Registration, str] | None:
-    """Return the registration of a reader and the SHA-256 of its file.
+    """Return the registration of a user's reader of text, and the SHA-256 of its Python file.
 
     Return None if no user's file has registered the reader.
     """
@@ -221,7 +222,7 @@ def run_code(
 
 
 def code_roots() -> list[Path]:
-    """List the user's files from which a run starts.
+    """List the user's Python files that a run loads directly.
 
     These are the files that the configuration names, and the started script if it registers
     something. The files that they import also belong to the code of the run.
@@ -313,7 +314,7 @@ def _register_again(path: Path) -> None:
             is not registration.builder
         ):
             decorator = f"@register({registration.group!r}, {registration.name!r}, ...)"
-            raise CodeError(f"{relative_path(path)}: {decorator}: {TAKEN}")
+            raise CodeError(f"{relative_path(path)}: {decorator}: {NAME_TAKEN}")
         registration.add()
 
 

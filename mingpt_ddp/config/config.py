@@ -28,10 +28,12 @@ from mingpt_ddp.config.keys.trainer_config import TrainerConfig
 from mingpt_ddp.config.validation import NotRegisteredError, build, check, field_types
 from mingpt_ddp.errors import ConfigError
 
-LIMITS = ("max_epochs", "max_steps", "max_minutes")
+LIMITS = ("max_epochs", "max_steps", "max_minutes")  # keys of trainer that end a run
+# The value of the key that selects the dataclass of a group (task.name), if the key is not set.
 DEFAULT_CHOICE = {"task": "language_model"}
-# Groups that a recorded configuration of format 2 may lack, with the values to use then.
-LATER_GROUPS: dict[str, Any] = {"task": {}, "tracker": {}}
+# Groups that did not exist in early versions of this package. A recorded configuration may lack
+# them, and then gets these values.
+GROUPS_ADDED_LATER: dict[str, Any] = {"task": {}, "tracker": {}}
 KEYS = known_keys()  # the keys of the schema, without the keys that users register
 # config.yaml and snapshots omit these keys if they are null.
 OMITTED_IF_NULL = ("reader", "code")
@@ -60,16 +62,16 @@ class Config:
         return {group: _without_optional_nulls(keys) for group, keys in values.items()}
 
     def digest(self, extra: dict[str, Any] | None = None) -> str:
-        """Return 8 hexadecimal digits of the SHA-256 of `named_values`.
+        """Return 8 hexadecimal digits of the SHA-256 of `values_in_name`.
 
         Args:
-            extra: Further JSON values to hash, under names that are not keys.
+            extra: Further JSON values to hash. Their names must not be configuration keys.
         """
-        text = json.dumps({**named_values(self.to_dict()), **(extra or {})}, sort_keys=True)
+        text = json.dumps({**values_in_name(self.to_dict()), **(extra or {})}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def named_keys(values: dict[str, Any]) -> dict[str, Any]:
+def keys_in_name(values: dict[str, Any]) -> dict[str, Any]:
     """Return the keys that are part of a run's name, with their defaults (None if required).
 
     Args:
@@ -86,7 +88,7 @@ def named_keys(values: dict[str, Any]) -> dict[str, Any]:
     return defaults
 
 
-def named_values(values: dict[str, Any]) -> dict[str, Any]:
+def values_in_name(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values whose hash is part of a run's name.
 
     Keys with their default values are omitted, so that a key that a later version adds does not
@@ -96,7 +98,7 @@ def named_values(values: dict[str, Any]) -> dict[str, Any]:
     """
     flat = flatten(values)
     changed = {}
-    for key, default in named_keys(values).items():
+    for key, default in keys_in_name(values).items():
         if flat.get(key, default) != default:
             changed[key] = flat[key]
     return changed
@@ -113,10 +115,11 @@ def effect_of(key: str) -> Effect:
     return effect
 
 
-def decides_bits(key: str, value: Any) -> bool:
-    """Return True if this recorded value may change the bits of a step.
+def may_change_results(key: str, value: Any) -> bool:
+    """Return True if this recorded value may change the result of a training step.
 
-    A key that is not part of a run's name counts only if its value is not the default.
+    Even a change of the last bit of the result counts. A key that is not part of a run's name
+    counts only if its value is not the default.
     """
     if effect_of(key) not in ("training", "rounding"):
         return False
@@ -179,15 +182,16 @@ def from_mapping(values: dict[str, Any]) -> Config:
     for key in values:
         if key not in GROUPS:
             raise ConfigError(f"{key} is not a key{suggest(str(key))}")
-    values = {**LATER_GROUPS, "sweep": {}, **values}  # a recorded run has no sweep
+    values = {**GROUPS_ADDED_LATER, "sweep": {}, **values}  # a recorded run has no sweep
     return Config(**{group: build_group(group, values.get(group)) for group in GROUPS})
 
 
-def drop_defaults_of_others(group: str, values: Any, command_line_keys: set[str]) -> None:
-    """Drop keys that the chosen task or optimizer does not have, from the values of a group.
+def drop_leftover_defaults(group: str, values: Any, command_line_keys: set[str]) -> None:
+    """Drop the keys of a group that the chosen task or optimizer does not have.
 
-    Such keys come from the preset of another task or optimizer. A key is dropped only if it has the
-    default value and is not on the command line. `build_group` refuses all other unknown keys.
+    Such keys are left over from the preset of a different task or optimizer. A key is dropped only
+    if it has the default value and is not on the command line. `build_group` refuses all other
+    unknown keys.
 
     Args:
         group: "task" or "optimizer".
@@ -226,7 +230,8 @@ def build_group(group: str, values: Any) -> Any:
         key = f"{group}.{selector}={str(choice)[:100]}"
         if names in ([], [None]):
             raise NotRegisteredError(
-                f"{key} is not registered by any Python file that is named as code"
+                f"{key} is not registered: the configuration does not name the Python file that "
+                f"registers it ({group}.code)"
             )
         known = ", ".join("null" if name is None else name for name in names)
         raise NotRegisteredError(f"{key} must be one of {known}")

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 from mingpt_ddp.config.builders import BUILDERS, Registration, add_registration
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
-EVENTS = ("step", "evaluate", "end")
-ACTIONS = ("gradients", "update", "evaluation")
+OBSERVED_EVENTS = ("step", "evaluate", "end")
+ACTING_EVENTS = ("gradients", "update", "evaluation")
 # Methods that a class must have if it is registered with `acts`.
 METHODS = ("__call__", "state_dict", "load_state_dict")
 
@@ -26,7 +26,7 @@ def on(event: str) -> Callable[[Hook], Hook]:
     Raises:
         ValueError: The event is unknown, or it has another hook with the same name.
     """
-    return _decorator("on", "hook", event, EVENTS)
+    return _decorator("on", "hook", event, OBSERVED_EVENTS)
 
 
 def acts(event: str) -> Callable[[Hook], Hook]:
@@ -43,10 +43,10 @@ def acts(event: str) -> Callable[[Hook], Hook]:
     A class for "gradients" may also have the method `micro_batch(gradients)`. It is called after
     the backward pass of each micro-batch, on the rank that ran the micro-batch. Its argument has
     copies of the gradients of the micro-batch's mean loss, by parameter, before ranks average them.
-    It returns a dictionary of small tensors, and must not change the state. `__call__` then takes
-    (step, gradients, micro_batches). `micro_batches` is a dictionary that is the same on all ranks.
-    For each name that `micro_batch` returned, it has one fp64 tensor (number of micro-batches,
-    ...), in the order of the micro-batches.
+    It returns a dictionary of small tensors, and must not change the state of the instance.
+    `__call__` then takes (step, gradients, micro_batches). `micro_batches` is a dictionary that is
+    the same on all ranks. For each name that `micro_batch` returned, it has one fp64 tensor of
+    shape (number of micro-batches, ...), in the order of the micro-batches.
 
     Args:
         event: The event that calls the hook:
@@ -62,7 +62,7 @@ def acts(event: str) -> Callable[[Hook], Hook]:
         ValueError: The event is unknown, or it has another hook with the same name.
         TypeError: The hook is neither a function nor a class with the methods above.
     """
-    add = _decorator("acts", "action", event, ACTIONS)
+    add = _decorator("acts", "action", event, ACTING_EVENTS)
 
     def check_and_add(hook: Hook) -> Hook:
         if not hasattr(hook, "__qualname__"):

@@ -1,4 +1,7 @@
-"""A job: a run with its checked configuration and its name, before torch is imported."""
+"""A job: a run with its checked configuration and its name, before it starts.
+
+This module does not import torch, so that an invalid configuration is reported at once.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ from mingpt_ddp.config.builders import attribute_errors_to_user_code, run_code
 from mingpt_ddp.config.config import (
     LIMITS,
     Config,
-    drop_defaults_of_others,
+    drop_leftover_defaults,
     flatten,
     from_mapping,
-    named_keys,
+    keys_in_name,
 )
 from mingpt_ddp.errors import ConfigError, UserError, pack_error, unpack_error
 
@@ -54,7 +57,8 @@ class Outcome:
     exit_code: int = 0  # exit code of the process, if no other job follows
     reporter: Reporter = Reporter.ONE_RANK
     signalled: bool = False  # the process received a signal, perhaps too late for this job
-    was_known: bool = False  # an earlier start recorded this outcome; the job did not run again
+    # True if an earlier start of the job recorded this outcome. The job did not run again.
+    recorded_earlier: bool = False
     # False for a job that did not run because its result could not change a decision of the sweep.
     was_needed: bool = True
     # True if no other job may follow in this process, because other ranks may not have failed.
@@ -128,7 +132,8 @@ class Job:
     """A run with its checked configuration, before it starts."""
 
     config: Config
-    # Keys from the command line, and the keys that contain them.
+    # Keys from the command line, and the keys that contain them, as model.part_settings contains
+    # model.part_settings.window.
     command_line_keys: frozenset[str] = frozenset()
     hydra_files: Mapping[str, str] = field(default_factory=dict)  # contents of .hydra/, by name
     # Directories in which `run_code` looks for the files that the configuration names as `code`.
@@ -152,7 +157,7 @@ class Job:
         return replace(self, config=config)
 
     def to_json(self) -> str:
-        """Return the job as JSON, for `Job.from_json` in another process of this start."""
+        """Return the job as JSON, for `Job.from_json` in another process."""
         values = {**self.config.to_dict(), "sweep": asdict(self.config.sweep)}
         return job_json(
             values,
@@ -203,7 +208,7 @@ class Job:
         with attribute_errors_to_user_code():
             run_code(values, [*map(Path, directories)], presets)
             for group in ("task", "optimizer"):
-                drop_defaults_of_others(group, values.get(group), keys)
+                drop_leftover_defaults(group, values.get(group), keys)
             config = from_mapping(values)
         return cls(config, frozenset(keys), hydra_files, directories, presets)
 
@@ -236,7 +241,9 @@ def _prefer_command_line_limits(trainer: Any, command_line_keys: Container[str])
 
 
 def run_name(config: Config, extra: dict[str, Any] | None = None) -> str:
-    """Return `run.name`, or `<data>-<model>-<digest>`: the same on every rank, node and restart.
+    """Return `run.name`. If it is null, return `<data>-<model>-<digest>`.
+
+    The name is the same on every rank, node and restart.
 
     Args:
         extra: See `Config.digest`.
@@ -265,7 +272,7 @@ def job_name(config: Config, swept: Mapping[str, str]) -> str:
     plain = config.to_dict()
     values = flatten(plain)
     # Keys and presets whose values are part of the digest of the configuration.
-    covered = {*named_keys(plain), "model", "optimizer", "data"}
+    covered = {*keys_in_name(plain), "model", "optimizer", "data"}
     uncovered = {}
     for key, text in swept.items():
         if key not in covered:

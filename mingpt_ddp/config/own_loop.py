@@ -14,7 +14,7 @@ from mingpt_ddp.errors import ConfigError
 
 # Keys that have an effect only in the loop of main.py, unless a script reads them itself, as in
 # `config.trainer.patience`.
-KEYS_OF_MAIN = (
+KEYS_OF_MAIN_LOOP = (
     "run.init_from",
     "run.init_sha256",
     "trainer.log_every",
@@ -64,7 +64,7 @@ def refuse_unread_keys(keys: Iterable[str], script: Path) -> None:
         ConfigError: The message names the first such key.
     """
     names = names_in([script])
-    for key in sorted({*keys} & {*KEYS_OF_MAIN}):
+    for key in sorted({*keys} & {*KEYS_OF_MAIN_LOOP}):
         name = key.rpartition(".")[2]
         if name not in names:
             raise ConfigError(
@@ -76,9 +76,9 @@ def refuse_unread_keys(keys: Iterable[str], script: Path) -> None:
 def refuse_unread_words(config: Config) -> None:
     """Refuse settings on the command line of a script that does not call `resolve`.
 
-    Such a script ignores the settings. Its command line may also have words that only the script
-    understands. A word is refused only if it selects a preset, as in
-    model=NAME, or if it sets a key to a value that differs from the configuration.
+    Such a script ignores these settings. Its command line may also have words that only the script
+    understands. A word is refused only if it selects a preset, as in model=NAME, or if it sets a
+    key to a value that differs from the configuration.
 
     Raises:
         ConfigError: The message names the first such word.

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mingpt_ddp.config.config import DEFAULT_CHOICE, KEYS, LATER_GROUPS, default_values
+from mingpt_ddp.config.config import DEFAULT_CHOICE, GROUPS_ADDED_LATER, KEYS, default_values
 from mingpt_ddp.config.keys.schema import BASES, GROUPS, selected
 from mingpt_ddp.config.validation import field_types
 
@@ -10,8 +10,8 @@ from mingpt_ddp.config.validation import field_types
 PLACES = ("run.root", "run.name", "data.cache_dir", "snapshot.path")
 # A stranger who wrote the record could use these keys to receive the user's files.
 UNTRUSTED = (*PLACES, "run.resume", "tracker.entity", "tracker.uri")
-# Earlier versions with format 2 recorded this key in each group with code of the user. It is not a
-# setting.
+# Earlier versions of this package recorded this key in each group with code of the user. It is not
+# a setting.
 CODE_SHA256 = "code_sha256"
 
 
@@ -34,7 +34,7 @@ def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """
     filled = {}
     # Recorded values come first to keep their order, and again last to replace the defaults.
-    for group, keys in without_unknown({**values, **LATER_GROUPS, **values}).items():
+    for group, keys in without_unknown({**values, **GROUPS_ADDED_LATER, **values}).items():
         selector, _ = selected(group, keys)
         base = BASES["dataset" if selector == "dataset" else group] if selector else None
         cls = class_of(group, keys) or base
@@ -46,8 +46,8 @@ def without_unknown(values: dict[str, Any]) -> dict[str, Any]:
     """Return a recorded configuration without the keys that this version does not know.
 
     A group with code of the user keeps all its keys, so that a later check refuses a key that the
-    code no longer has. The group `data` never keeps unknown keys, because a run compares the
-    content of its data.
+    code no longer has. The group `data` never keeps unknown keys, because a run detects
+    changed data by its content.
     """
     known = {}
     for group, keys in values.items():

@@ -16,10 +16,11 @@ def is_user_defined(group: str, name: str) -> bool:
     return BUILDERS[group][name].__module__.split(".")[0] != __name__.split(".")[0]
 
 
-def is_own_model(model: ModelConfig) -> bool:
+def is_custom_model(model: ModelConfig) -> bool:
     """Return True if a model is not exactly a built-in architecture.
 
-    A user's file may define the model, or a part of its blocks may not be the architecture's own.
+    Either a user's file defines the whole model, or some parts of its blocks are not the standard
+    parts of the architecture.
 
     The constructor of such a model may compute buffers, and may need any amount of memory.
     """
@@ -30,8 +31,8 @@ def uses_user_code(config: Config) -> bool:
     """Return True if code of a user computes a part of a training step, or acts on it as a hook."""
     if config.optimizer.schedule in BUILDERS["schedule"] or BUILDERS["action"]:
         return True
-    # No dataset of samples is built in.
-    if isinstance(config.data, DatasetConfig) or is_own_model(config.model):
+    # Every dataset of samples is a user's own, because none is built in.
+    if isinstance(config.data, DatasetConfig) or is_custom_model(config.model):
         return True
     chosen = {"task": config.task.name, "optimizer": config.optimizer.name}
     return any(is_user_defined(kind, name) for kind, name in chosen.items())
@@ -45,7 +46,7 @@ def check_takes(function: Callable[..., Any], arguments: Sequence[str], label: s
         label: Name of the function in the message.
 
     Raises:
-        CodeError: The function cannot be called with them.
+        CodeError: The function cannot be called with these arguments.
     """
     try:
         inspect.signature(function).bind(*arguments)

@@ -71,7 +71,8 @@ def check_choice(key: str, value: str, known: Iterable[str | None], also: str = 
         return
     if not names:
         raise NotRegisteredError(
-            f"{key}={value} is not registered by any Python file that is named as code{also}"
+            f"{key}={value} is not registered: the configuration does not name the Python file "
+            f"that registers it ({key.partition('.')[0]}.code){also}"
         )
     meant = did_you_mean(value, names)
     hint = f"{', '.join(names)}{also}{f'; did you mean {meant}?' if meant else ''}"

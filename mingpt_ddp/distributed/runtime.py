@@ -33,7 +33,7 @@ class Runtime:
     """Device, precision, process group and strategy of this rank."""
 
     def __init__(self, config: Config, env: DistEnv, job: int = 0) -> None:
-        """Join the process group of this attempt.
+        """Set up the device, and join the process group of this attempt (this start of all ranks).
 
         Args:
             job: Index of the job in a sweep. Every job has its own process group.
@@ -133,7 +133,8 @@ class Runtime:
     def now(self) -> float:
         """Wait until the GPU has finished the work that this thread has queued. Return the time.
 
-        The time is in seconds. Copies of a snapshot run on another stream, and are not waited for.
+        The time is in seconds. Copies of a snapshot run on another stream, so this does not
+        wait for them.
         """
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()

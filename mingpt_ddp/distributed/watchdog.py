@@ -31,7 +31,7 @@ from mingpt_ddp.torch_internals import clone_store
 
 log = logging.getLogger(__name__)
 
-HANG = "hang"  # key in the store of the message that names the hanging rank
+HANG_KEY = "hang"  # key of the message in the store that names the hanging rank
 # A rank may take this long for imports, reading and locking before its first batch.
 START_S = 120.0
 UNRESPONSIVE = "; its process does not respond"
@@ -168,10 +168,10 @@ class Watchdog:
     def _check(self) -> None:
         reason = self._detector.find(self._read_heartbeats(), time.monotonic())
         if reason is not None:
-            self._store.compare_set(HANG, "", reason)
-        if self.group.closed.is_set() or not self._store.check([HANG]):
+            self._store.compare_set(HANG_KEY, "", reason)
+        if self.group.closed.is_set() or not self._store.check([HANG_KEY]):
             return
-        self._exit_for(self._store.get(HANG).decode())
+        self._exit_for(self._store.get(HANG_KEY).decode())
 
     def _read_heartbeats(self) -> dict[int, dict[str, Any]]:
         """Return the heartbeats that this rank reads, by rank."""

@@ -1,10 +1,10 @@
 """Prepare a model for fast decoding: packed 16-bit weights on a CPU, a CUDA graph on a GPU.
 
 On a CPU, reading the weights takes most of the time if the model is small. 16-bit copies of the
-weights halve the bytes to read. They are packed in the layout of the kernel, so that nothing is
-converted per token. Everything else stays in fp32, in which attention is faster too. For small
-batches, FBGEMM's fp16 kernel is fastest: its inputs and outputs are fp32, and it starts quickly.
-For large batches, oneDNN's bf16 kernel is fastest.
+weights halve the bytes to read. They are packed in the layout that the kernel reads, so that
+no weight is converted again for each token. Everything else stays in fp32, in which attention is
+faster too. For small batches, FBGEMM's fp16 kernel is fastest: its inputs and outputs are fp32, and
+it starts quickly. For large batches, oneDNN's bf16 kernel is fastest.
 
 On a GPU, launching kernels takes most of the time of a step, and a CUDA graph needs only one
 launch. torch.compile would fuse some kernels, but compilation takes longer than generating
@@ -24,14 +24,15 @@ from mingpt_ddp.models.ops import DTYPES, resolve_precision
 from mingpt_ddp.torch_internals import can_pack, has_hooks, pack_linear
 
 BF16_MIN_BATCH = 8  # smallest batch size at which bf16 is faster than fp16 on a CPU
-# Number of steps before a CUDA graph is captured, in which libraries allocate their workspaces.
+# Number of decoding steps to run before a CUDA graph is captured. In these steps, libraries
+# allocate their workspaces.
 WARMUP_STEPS = 3
 
 
 def decoding_precision(wanted: str, model: nn.Module, batch: int) -> str:
     """Return the precision to decode in: fp32, bf16 or fp16.
 
-    `auto` chooses 16 bits if the hardware is fast at it and the model has a KV cache.
+    `auto` chooses 16 bits if the hardware computes fast in 16 bits and the model has a KV cache.
 
     Args:
         wanted: auto, fp32, bf16 or fp16.
@@ -60,7 +61,7 @@ def prepare(model: nn.Module, precision: str, batch: int) -> None:
         batch: Batch size for which the weights are packed. Other batch sizes work too.
 
     Raises:
-        ConfigError: This build of torch lacks the kernel for this CPU.
+        ConfigError: precision=fp16 needs a kernel that this build of torch does not have.
     """
     model.requires_grad_(False)
     dtype = DTYPES[precision]
@@ -86,7 +87,7 @@ def _replace_layers(module: nn.Module, dtype: torch.dtype, batch: int) -> None:
         child.__class__ = fast
         assert isinstance(child, (FastLinear, FastLayerNorm))
         child.pack(dtype, batch)
-        # As a plain attribute, it is found without nn.Module.__getattr__, which is slow.
+        # A plain attribute is found without nn.Module.__getattr__, which is slow.
         vars(module)[name] = child
 
 
@@ -143,7 +144,7 @@ class CUDAGraphDecodeStep:
                 model.step(self.tokens, cache, self.position)
         torch.cuda.current_stream(device).wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        # With "thread_local", another thread may copy a snapshot to the host in the meantime.
+        # With "thread_local", another thread may copy a snapshot to the host during the capture.
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.logits = model.step(self.tokens, cache, self.position)
 

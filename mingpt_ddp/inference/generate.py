@@ -12,10 +12,11 @@ from mingpt_ddp.data.tokenizers.tokenizer import Tokenizer
 from mingpt_ddp.inference.decoding import CUDAGraphDecodeStep
 from mingpt_ddp.models import eval_mode, has_cache, has_graph_step
 
-# On a GPU, check only after this many tokens if all rows have ended, because the host has to wait
-# for the answer.
+# On a GPU, check whether all rows have ended only once in this many tokens, because the host has to
+# wait for the answer.
 END_CHECK_INTERVAL = 16
-# Lower temperatures underflow in fp32. Sampling is already greedy at much higher ones.
+# Lower temperatures would underflow in fp32. They are not needed: sampling already takes the most
+# likely token at much higher temperatures.
 MIN_TEMPERATURE = 1e-30
 
 
@@ -101,8 +102,8 @@ class DecodeSession:
         """
         self.model = model
         self.graph = None
-        self.cached = model if has_cache(model) else None
-        if self.cached is None:
+        self.cached_model = model if has_cache(model) else None
+        if self.cached_model is None:
             return
         weight = next(model.parameters())
         # Allocate only the positions that are needed. The block_size of an untrusted snapshot could
@@ -123,14 +124,14 @@ class DecodeSession:
             prefill: True to compute the cache from scratch. False if the window is the previous
                 window plus one token.
         """
-        if self.cached is None:
+        if self.cached_model is None:
             return self.model(window)[:, -1]
         if prefill:
-            return self.cached.decode(window, self.cache, 0)
+            return self.cached_model.decode(window, self.cache, 0)
         position = window.shape[1] - 1
         if self.graph:
             return self.graph(window[:, -1], position)
-        return self.cached.decode(window[:, -1:], self.cache, position)
+        return self.cached_model.decode(window[:, -1:], self.cache, position)
 
 
 def check_logits(logits: Tensor) -> None:
@@ -140,7 +141,10 @@ def check_logits(logits: Tensor) -> None:
         RuntimeError: The maximum of a row is not finite, for instance because a weight is not.
     """
     if not logits.amax(dim=-1).isfinite().all():
-        raise RuntimeError("the logits of the model are not finite")
+        raise RuntimeError(
+            "the logits of the model are not finite; use a snapshot from before the training "
+            "diverged"
+        )
 
 
 def sample_token(

@@ -4,8 +4,8 @@ If parameters need different update rules, build one optimizer with several para
 muon.py does. The learning rate of a group is the learning rate of the run, times the group's
 `lr_ratio`.
 
-The keys of a built-in optimizer are in config/keys/optimizer_config.py. Its builder and the
-declaration of its state are here.
+The configuration keys of the built-in optimizers are in config/keys/optimizer_config.py. Their
+builders are here, with the declarations of the state that they keep (state.py).
 """
 
 from typing import Any
@@ -75,7 +75,7 @@ def _sgd(model: nn.Module, config: SGDConfig) -> torch.optim.Optimizer:
         lr=config.lr,
         momentum=config.momentum,
         nesterov=config.nesterov,
-        fused=not is_sharded,  # the fused kernel takes no sharded tensors
+        fused=not is_sharded,  # the fused kernel does not support sharded tensors
     )
 
 

@@ -82,7 +82,9 @@ def _user_factor(
 
 
 def check_schedule(config: OptimizerConfig, run_steps: int) -> None:
-    """Call a user's schedule for about a hundred steps, first in order and then backwards.
+    """Check a user's schedule: call it for about a hundred steps, in order and then backwards.
+
+    The learning rate of a step must not depend on the calls before it.
 
     Raises:
         CodeError: The schedule depends on more than its arguments, or returned an invalid rate. The
@@ -97,8 +99,9 @@ def check_schedule(config: OptimizerConfig, run_steps: int) -> None:
     for step, rate in zip(reversed(steps), reversed(rates), strict=True):
         if get_lr(step, config, run_steps) != rate:
             raise CodeError(
-                f"the schedule {config.schedule}: the rate of step {step} depends on more than the "
-                "step, the number of steps and its keys, so that a restart would change it"
+                f"the schedule {config.schedule}: the rate of step {step} depends on more than "
+                "the arguments step, steps and config, so that a restart would change it; compute "
+                "it from these arguments alone"
             )
 
 

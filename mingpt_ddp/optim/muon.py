@@ -1,8 +1,9 @@
 """Muon for the matrices of the hidden layers, AdamW for everything else, as one optimizer.
 
 Unlike torch.optim.Muon, it also updates vectors and embeddings (with AdamW). It orthogonalizes all
-matrices of the same shape in one batch, and each part of a fused weight (QKV) by itself. It takes
-three Polar Express steps instead of five Newton-Schulz steps, and divides the work among ranks.
+matrices of the same shape in one batch, and treats each part of a fused weight (QKV) as a matrix of
+its own. It takes three Polar Express steps instead of five Newton-Schulz steps, and divides the
+work among ranks.
 
 Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Amsel et al.
 2025, "The Polar Express" (arXiv:2505.16932); Loshchilov and Hutter 2017, "Decoupled Weight Decay
@@ -42,7 +43,8 @@ MIN_ASPECT_FOR_GRAM = 2
 # fewer, the all_gather takes as long as the work that it saves.
 MIN_NUMEL_TO_SHARD = 1 << 17
 
-# Returns a context for a collective, in which the watchdog knows that this rank waits for others.
+# Returns the context in which to call a collective. It tells the watchdog, which looks for hangs,
+# that this rank waits for other ranks.
 Waiting: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
@@ -157,8 +159,8 @@ class DividesWork(Protocol):
 
         Args:
             waiting: Returns the context in which to call a collective.
-            one_by_one: Compute each matrix by itself, because the last bits of a product depend on
-                the number of matrices in its batch.
+            one_by_one: True to compute each matrix by itself. In a batch, the last bits of a
+                product depend on the number of matrices, and therefore on the number of ranks.
         """
 
 
@@ -168,8 +170,8 @@ class Muon(torch.optim.AdamW):
     def __init__(self, model: nn.Module, config: MuonConfig) -> None:
         """
         Args:
-            model: Model whose parameters are updated. Muon updates its matrices, except those of
-                embeddings and of the submodule `head`. If a module has an attribute `parts`, its
+            model: Model whose parameters are updated. Muon updates its matrices, except the weights
+                of embeddings and of the submodule `head`. If a module has an attribute `parts`, its
                 weight is that many matrices, concatenated by rows. A tensor with more than two
                 dimensions is a batch of matrices.
         """
@@ -212,7 +214,7 @@ class Muon(torch.optim.AdamW):
         """Update matrices by their orthogonalized Nesterov momentum.
 
         The update of a tall matrix is scaled up, so that the outputs of its layer change as much as
-        those of a square matrix.
+        the outputs of a layer with a square matrix.
         """
         directions = self._nesterov_momentum(parameters)
         for_each("mul_", parameters, 1 - lr * weight_decay)

@@ -4,12 +4,12 @@ A declaration is a function (parameter, group). It returns the state of a parame
 after a step: tensors or numbers, by name. It runs on the meta device, where a tensor has a shape
 and a type but takes no memory.
 
-Declarations have two uses. A snapshot with any other state is refused before a kernel uses it, and
-`plan` counts the bytes of the state. An optimizer without a declaration can train too. Then nothing
-checks its state, and `plan` measures its memory.
+Declarations have two uses. A snapshot with any other state is refused before a kernel uses it. And
+the command `plan`, which estimates the memory of a run, counts the bytes of the state. An optimizer
+without a declaration can train too. Then nothing checks its state, and `plan` measures its memory.
 
-Strategies that shard a parameter over ranks shard a state of the same shape in the same way. Any
-other state is whole on each rank that keeps it.
+Strategies that shard a parameter over ranks shard a state of the same shape in the same way. State
+of any other shape is whole on each rank that keeps it.
 """
 
 from collections.abc import Callable, Mapping

@@ -51,7 +51,8 @@ class DistEnv:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    # True if the parent process hosts the store and restarts this process when it dies.
+    # True if the parent process hosts the job's key-value store, and restarts this process when
+    # this process dies.
     has_agent: bool = False
     master_address: tuple[str, int] = ("", 0)  # host and port of the job's key-value store
     is_standalone: bool = True  # True if no launcher has set RANK and WORLD_SIZE
@@ -186,8 +187,8 @@ def worker_environ(first: DistEnv, index: int, local_world_size: int) -> dict[st
 def process_start_time() -> float:
     """Return the time.monotonic() at which this process was started.
 
-    For a worker of `ddp.nproc_per_node`, return the time at which its attempt began. Without the
-    /proc of Linux, return the current time.
+    For a worker of `ddp.nproc_per_node`, return the time at which the launcher began to start the
+    workers, also after a failure. Without the /proc of Linux, return the current time.
     """
     if STARTED_AT in os.environ:
         return float(os.environ[STARTED_AT])

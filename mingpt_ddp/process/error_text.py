@@ -28,12 +28,12 @@ TRACEBACK_CALL = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
 
 
 def describe_error(error: BaseException, activity: str = "") -> str:
-    """Describe an error in one line: the error, its location, and the activity of the rank.
+    """Describe an error in one line: the error, its location, and what the rank was doing.
 
     The location is in the user's code if possible, otherwise in this package.
 
     Args:
-        activity: Activity in the heartbeat of the rank, or "" if it is not known.
+        activity: What the rank was doing, such as `step 40`, or "" if it is not known.
     """
     message = str(error)
     text = f"{type(error).__name__}: {message}"

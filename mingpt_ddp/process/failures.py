@@ -1,4 +1,8 @@
-"""Record the failure of a rank in the store, where other ranks look up the root cause."""
+"""Record the failure of a rank in the job's key-value store, for the other ranks.
+
+They look up the root cause there. After a failure, the launcher starts all ranks again: each start
+is an attempt.
+"""
 
 import hashlib
 import json
@@ -36,7 +40,7 @@ class RankFailure:
 
 
 class Failures:
-    """Write failures of ranks to the store, and read them."""
+    """The failures of the ranks in one attempt, as recorded in the store."""
 
     def __init__(
         self,
@@ -87,7 +91,7 @@ class Failures:
         return ask_store(record, otherwise=False)
 
     def first(self, wait_s: float) -> RankFailure | None:
-        """Return the first failure that a rank has recorded, or records within `wait_s` seconds."""
+        """Return the first recorded failure. Wait up to `wait_s` seconds if there is none yet."""
         store = self.store
         if store is None:
             return None

@@ -1,4 +1,7 @@
-"""A client of the job's key-value store, hosted by torchrun's agent, the launcher or rank zero."""
+"""A client of the job's key-value store, hosted by torchrun's agent, the launcher or rank zero.
+
+The agent (or the launcher) starts all ranks again after a failure. Each such start is an attempt.
+"""
 
 import concurrent.futures
 import os
@@ -44,7 +47,8 @@ def open_store(env: DistEnv, job: int, timeout_s: float) -> Store:
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise RunError(
-            f"rank {env.rank} cannot reach MASTER_ADDR:MASTER_PORT {host}:{port}: {reason}"
+            f"rank {env.rank} cannot reach MASTER_ADDR:MASTER_PORT {host}:{port}: {reason}; check "
+            "both variables, and that rank 0 is running"
         ) from error
 
 
@@ -105,9 +109,10 @@ def ask_store(work: Callable[[], T], otherwise: T, wait_s: float = 0.0) -> T:
 
 
 def record_fatal(env: DistEnv, job: int, message: str) -> bool:
-    """Record a fatal error for later attempts. Return True for the first worker of its agent.
+    """Record a fatal error for later attempts. Return True if this rank should print it.
 
-    That worker prints the error, because each agent has its own console.
+    This is the rank that is the first of its agent to record an error. Each agent has its own
+    console.
     """
     store = open_store(env, job, STORE_TIMEOUT_S)
     store.set(FATAL, message)

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from mingpt_ddp.errors import RunError, printable, reason
 from mingpt_ddp.process.env import SHOWS_PROGRESS, DistEnv
 
-ROOT = "mingpt_ddp"
+ROOT = "mingpt_ddp"  # name of the logger to which all modules of this package log
 # By default, tqdm uses a system semaphore, which os._exit would leak.
 tqdm.set_lock(threading.RLock())
 _bars: weakref.WeakSet[tqdm] = weakref.WeakSet()

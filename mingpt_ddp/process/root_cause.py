@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A rank that has lost a peer waits this long for a report of the root cause.
+# If the connection to another rank (a peer) breaks, a rank waits this long for the peer's error.
 ROOT_CAUSE_TIMEOUT_S = 1.0
 # Other ranks give local rank 0 this long to report an error that all ranks have.
 OTHER_RANKS_WAIT_S = 5.0
@@ -57,7 +57,10 @@ class Peers(Protocol):
 
 
 class ProcessExit:
-    """Turn errors of this rank into outcomes, and find the root cause that another rank reports."""
+    """Turn errors of this rank into outcomes, and find the root cause that another rank reports.
+
+    After a failure, the launcher starts all ranks again. Each start is an attempt.
+    """
 
     def __init__(self, job: int = 0) -> None:
         """
@@ -69,7 +72,8 @@ class ProcessExit:
         with contextlib.suppress(ConfigError):  # `train` will raise it again
             self.env = read_env()
         self.group: Peers | None = None  # set when this rank has joined its group
-        self.is_symmetric = True  # True if all ranks have the same errors
+        # False if other ranks may have other errors, or none.
+        self.ranks_fail_alike = True
 
     def outcome_of(self, error: Exception, in_sweep: bool = False) -> Outcome:
         """Report an error of this rank to the others, and return how the job has ended.
@@ -184,7 +188,7 @@ class ProcessExit:
 
     def _failed_on_all_ranks(self, error: UserError) -> bool:
         """Return True if every rank has this error. Then all can start the next job of a sweep."""
-        if self.is_symmetric:
+        if self.ranks_fail_alike:
             return True
         if self.group is None or not self.group.failures.compare_with_all(str(error)):
             return False
@@ -257,9 +261,10 @@ def tell_caller(outcome: Outcome) -> None:
 
 
 def _is_first_report(env: DistEnv, job: int, message: str) -> bool:
-    """Record a user error for later attempts. Return True for the first rank of an agent.
+    """Record a user error for later attempts. Return True if this rank should print the error.
 
-    If the store is lost, return True on every rank, so that each one prints the error.
+    Only the rank that is the first of its agent to record an error prints it. If the store is lost,
+    return True on every rank, so that each one prints the error.
     """
     if not env.has_agent:
         return True

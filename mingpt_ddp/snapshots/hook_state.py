@@ -89,7 +89,8 @@ def unpack_states(tensors: Mapping[str, Tensor], device: torch.device) -> dict[s
                 states[hook][key] = tensors[name].to(device, copy=True)
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise SnapshotError(
-            f"the state of the hooks in the snapshot is invalid: {error!r:.200}"
+            f"the state of the hooks in the snapshot is invalid: {error!r:.200}; use another "
+            "snapshot"
         ) from error
     return states
 
@@ -132,11 +133,12 @@ def refuse_differing_states(step: int, by_rank: Sequence[Mapping[str, str]]) -> 
     """
     for path in sorted({path for described in by_rank for path in described}):
         expected = by_rank[0].get(path)
-        others = [rank for rank, each in enumerate(by_rank) if each.get(path) != expected]
-        if others:
+        differing_ranks = [rank for rank, each in enumerate(by_rank) if each.get(path) != expected]
+        if differing_ranks:
             name, key = json.loads(path)
             event, _, hook = name.partition(" ")
-            ranks = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+            plural = "s" if len(differing_ranks) > 1 else ""
+            ranks = f"rank{plural} {', '.join(map(str, differing_ranks))}"
             raise CodeError(
                 f"{hook} of @acts({event!r}): state_dict()[{key!r:.100}] on {ranks} differs from "
                 f"rank 0 at step {step}, so the step is not saved; keep the same state on all ranks"

@@ -113,20 +113,20 @@ class SnapshotManager:
         def find() -> tuple[Snapshot | None, bool]:
             source = self.config.run.source
             newest = self.store.read_latest(self._kinds, whole)
-            is_own = newest is not None
-            if source and not is_own:
+            belongs_to_run = newest is not None
+            if source and not belongs_to_run:
                 newest = load(source, self._kinds, whole=whole)
             elif source:
                 log.info("run.resume=%s is ignored, because the run has its own snapshots", source)
             if newest is not None:
                 check(newest.step, newest.state)
-            return newest, is_own
+            return newest, belongs_to_run
 
-        newest, is_own = group.keep_on_rank_zero(find) or (None, False)
+        newest, belongs_to_run = group.keep_on_rank_zero(find) or (None, False)
         meta: dict[str, Any] | None = None
         if newest is not None:
             values = {"step": newest.step, "state": newest.state, "index": newest.index}
-            meta = {"values": values, "is_own": is_own}
+            meta = {"values": values, "belongs_to_run": belongs_to_run}
         meta = group.broadcast_json(meta)
         if meta is None:
             return None
@@ -134,7 +134,7 @@ class SnapshotManager:
         for kind in TENSOR_KINDS:
             tensors[kind] = group.broadcast_tensors(getattr(newest, kind) if newest else None)
         snapshot = Snapshot(**meta["values"], **tensors)
-        self.last_step = snapshot.step if meta["is_own"] else None
+        self.last_step = snapshot.step if meta["belongs_to_run"] else None
         return snapshot
 
     def read_shards(self, snapshot: Snapshot, model: nn.Module, optimizer: Optimizer) -> Snapshot:

@@ -65,9 +65,9 @@ class SafetensorsBuffer:
 def page_lock(memory: Tensor) -> Callable[[], object]:
     """Register host memory with CUDA, so that copies from a GPU to it run asynchronously.
 
-    `torch.empty(pin_memory=True)` would round the size up to a power of two. On the machine of an
-    H200, it takes 5.5 seconds and 4.1 GB for a file of 1.5 GB. Registering the memory of the file
-    takes 0.4 seconds and 1.5 GB.
+    `torch.empty(pin_memory=True)` would round the size up to a power of two. On a machine with
+    an H200, that takes 5.5 seconds and 4.1 GB for a file of 1.5 GB. Registering the memory of the
+    file takes 0.4 seconds and 1.5 GB.
 
     Returns:
         A function that ends the registration. It must be called before the memory is freed.

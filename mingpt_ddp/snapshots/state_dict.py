@@ -42,7 +42,10 @@ def load_model_state(model: nn.Module, tensors: dict[str, Tensor], assign: bool 
     if not wrong:
         wrong = [name for name in expected if not _same_form(expected[name], tensors[name])]
     if wrong:
-        raise SnapshotError(f"the snapshot's weights do not fit the model: {', '.join(wrong[:3])}")
+        raise SnapshotError(
+            f"the snapshot's weights do not fit the model: {', '.join(wrong[:3])}; use the code "
+            "and the model settings that saved it"
+        )
     model.load_state_dict(tensors, assign=assign)
 
 
@@ -160,7 +163,7 @@ def load_optimizer_state(
     would not check the shapes, and would write out of bounds.
 
     Raises:
-        SnapshotError: The state belongs to other parameters or to another optimizer.
+        SnapshotError: The state does not fit the parameters of the model, or the optimizer.
     """
     parameters = parameters_by_name(model, optimizer)
     number_types = {kind.__name__: kind for kind in NUMBER_DTYPES}
@@ -170,7 +173,10 @@ def load_optimizer_state(
         key, _, kind = rest.partition(":")
         is_number = kind in number_types and tensor.dim() == 0
         if name not in states or (kind and not is_number):
-            raise SnapshotError(f"the snapshot's optimizer state does not fit the model: {name}")
+            raise SnapshotError(
+                f"the snapshot's optimizer state does not fit the model: {name}; use the code and "
+                "the settings that saved it"
+            )
         states[name][key] = number_types[kind](tensor.item()) if kind else tensor
     declared = declared_state(optimizer)
     if declared is not None:
@@ -179,7 +185,10 @@ def load_optimizer_state(
             if not declared[parameter]:
                 states[name].clear()
             if difference := _difference(states[name], declared[parameter]):
-                raise SnapshotError(f"the snapshot's optimizer state of {name} {difference}")
+                raise SnapshotError(
+                    f"the snapshot's optimizer state of {name} {difference}; use the code and the "
+                    "settings that saved it"
+                )
     # The optimizer's own loader knows which of its tensors must move to the parameter's device.
     # But it also casts them to the parameter's type: the loop below undoes that.
     packed = optimizer.state_dict()

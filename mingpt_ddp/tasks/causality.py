@@ -13,8 +13,8 @@ from mingpt_ddp.errors import CodeError
 from mingpt_ddp.models import eval_mode, has_cache, has_graph_step
 from mingpt_ddp.models.block_parts import PART_LABEL
 
-# Allowed difference between logits, as a fraction of the largest logit. Sums in another order, and
-# products in TF32, may differ by as much.
+# Allowed difference between logits, as a fraction of the largest logit. If sums are computed in a
+# different order, or products in TF32, the logits may differ by as much.
 TOLERANCE = {"cpu": 1e-3, "cuda": 1e-2}
 MAX_OFFSET = 0.5  # largest number that `draw_weights` adds to an element of a vector
 
@@ -36,16 +36,16 @@ def check_shapes(model: nn.Module, name: str, vocab_size: int, x: Tensor, y: Ten
     with eval_mode(model), torch.no_grad(), _checked_parts(model):
         for tokens in (x[:, :1], x[:1]):
             shape = (*tokens.shape, vocab_size)
-            promise = f"model(tokens) must return logits of shape {shape}"
-            _check_shape(model(tokens), shape, f"the model {name}: {promise}")
-        promise = "model(tokens, targets) must return the mean loss, a scalar"
-        _check_shape(model(x, y), (), f"the model {name}: {promise}")
+            requirement = f"model(tokens) must return logits of shape {shape}"
+            _check_shape(model(tokens), shape, f"the model {name}: {requirement}")
+        requirement = "model(tokens, targets) must return the mean loss, a scalar"
+        _check_shape(model(x, y), (), f"the model {name}: {requirement}")
 
 
-def _check_shape(output: Any, shape: tuple[int, ...], promise: str) -> None:
+def _check_shape(output: Any, shape: tuple[int, ...], requirement: str) -> None:
     actual = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
     if actual != shape:
-        raise CodeError(f"{promise}, not {actual}")
+        raise CodeError(f"{requirement}, not {actual}")
 
 
 @contextmanager
@@ -66,14 +66,14 @@ def _check_part(part: nn.Module, arguments: tuple[Any, ...], output: Any) -> Non
     Adding it to the residual stream would raise an error, or silently broadcast it.
     """
     shape = tuple(arguments[0].shape)
-    promise = f"{vars(part)[PART_LABEL]} must return a tensor of shape (B, T, C), here {shape}"
+    requirement = f"{vars(part)[PART_LABEL]} must return a tensor of shape (B, T, C), here {shape}"
     if getattr(part, "rotary", False):
-        promise += ", and the values of the first block"
+        requirement += ", and the attention values v1 of the first block"
         if isinstance(output, tuple) and len(output) == 2:
             output, _ = output
         elif isinstance(output, Tensor):
-            raise CodeError(f"{promise}, not a Tensor alone")
-    _check_shape(output, shape, promise)
+            raise CodeError(f"{requirement}, not a Tensor alone")
+    _check_shape(output, shape, requirement)
 
 
 def check_is_causal_lm(model: nn.Module, name: str, vocab_size: int, x: Tensor, y: Tensor) -> None:
@@ -90,13 +90,13 @@ def check_is_causal_lm(model: nn.Module, name: str, vocab_size: int, x: Tensor, 
         CodeError: The logits depend on later tokens, on other sequences, on chance, or on whether
             the model decodes with a cache. Or the loss is not the mean cross-entropy of the logits.
     """
-    other = x.clone()
-    other[:, -1] = (x[:, -1] + 1) % vocab_size  # x with another last token
+    changed = x.clone()
+    changed[:, -1] = (x[:, -1] + 1) % vocab_size  # x with a different last token
     with eval_mode(model), torch.no_grad():
         logits = model(x)
         loss = model(x, y)
         again = model(x)
-        other_logits = model(other)
+        changed_logits = model(changed)
         alone = torch.cat([model(row) for row in x.split(1)])
         decoded = _decode(model, x)
 
@@ -119,9 +119,9 @@ def check_is_causal_lm(model: nn.Module, name: str, vocab_size: int, x: Tensor, 
         "is random in evaluation mode: apply dropout only if self.training is true",
     )
     check_equal(
-        other_logits[:, :-1],  # without the last position, where the logits may differ
+        changed_logits[:, :-1],  # without the last position, where the logits may differ
         logits[:, :-1],
-        "is not causal: its logits at a position depend on later characters",
+        "is not causal: its logits at a position depend on later tokens",
     )
     check_equal(
         alone,

@@ -40,7 +40,10 @@ class Evaluation:
             ConfigError: The task is not a language model.
         """
         if not isinstance(self.task, LanguageModel):
-            raise ConfigError(f"task={self.task.config.task.name} has no tokenizer")
+            raise ConfigError(
+                f"evaluation.tokenizer: task.name={self.task.config.task.name} has no tokenizer; "
+                "use evaluation.tokenizer only with a language model"
+            )
         return self.task.tokenizer
 
     def generate(self, prompt: str, max_new_tokens: int, **sampling: Any) -> str:

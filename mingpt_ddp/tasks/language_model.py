@@ -53,7 +53,8 @@ class LanguageModel(Task):
     """
 
     unit = "tokens"
-    # These metrics do not depend on the tokenizer. They compare runs with different tokenizers.
+    # Metrics that do not depend on the tokenizer, so that runs with different tokenizers can be
+    # compared.
     comparable = ("bits_per_byte", "bits_per_char")
     _notes: tuple[str, ...] = ()  # log lines that say how the texts are read
     # Maps the id of each token in the text to its id in the model. None if both are the same.
@@ -72,11 +73,13 @@ class LanguageModel(Task):
 
         Args:
             state: Untrusted state.json of a snapshot whose tokenizer to use. None builds the
-                tokenizer of `data.tokenizer`.
-            recorded: The text that the snapshot to resume has recorded. None if there is none.
+                tokenizer that `data.tokenizer` selects.
+            recorded: The hash and the format of the run's text, from the snapshot to resume. None
+                for a new run.
 
         Raises:
-            ConfigError: The configuration selects a dataset of samples.
+            ConfigError: The configuration selects a dataset of samples (data.dataset) instead of a
+                text.
             DataError: The text cannot be read.
         """
         if not isinstance(config.data, DataConfig):
@@ -90,7 +93,9 @@ class LanguageModel(Task):
         try:
             tokenizer = tokenizer_from_state(state) if state else None
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise SnapshotError(f"the snapshot has an invalid state: {str(error)[:200]}") from error
+            raise SnapshotError(
+                f"the snapshot has an invalid state: {str(error)[:200]}; use another snapshot"
+            ) from error
 
         self._cache = TextCache(config.data)
 
@@ -105,7 +110,8 @@ class LanguageModel(Task):
         self.text = texts.pop("")
         self.dataset = TextDataset(self.text, config.data)
         self.sha256 = self.text.sha256
-        # The tokens of further texts to evaluate, by the name of the split.
+        # The tokens of the additional validation texts (data.val_paths), by the name of their
+        # split.
         self.val_texts: dict[str, Any] = {}
         for name, text in texts.items():
             self.val_texts[f"val_{name}"] = TextDataset(text, config.data).whole
@@ -120,10 +126,10 @@ class LanguageModel(Task):
         The files of a tokenizer that was trained, or given by the user, may be gone, so it is taken
         from the snapshot. A character tokenizer (data.tokenizer=char) is made from the text again.
         """
-        is_given = "tokenizer" in recorded_state
+        uses_recorded = "tokenizer" in recorded_state
         if isinstance(config.data, DataConfig) and "vocabulary" in recorded_state:
-            is_given = config.data.format == "tokens" or config.data.tokenizer != "char"
-        state = recorded_state if is_given else None
+            uses_recorded = config.data.format == "tokens" or config.data.tokenizer != "char"
+        state = recorded_state if uses_recorded else None
         return cls(config, group, state, recorded_text(recorded_state))
 
     @property
@@ -198,23 +204,24 @@ class LanguageModel(Task):
         """Use the tokenizer of the snapshot, extended by the characters that the text adds.
 
         Raises:
-            ConfigError: The text was encoded by a different tokenizer, which is not extended.
+            ConfigError: The text was encoded by a different tokenizer. Only a tokenizer of
+                characters can be extended.
         """
         saved = tokenizer_from_state(state)
-        own = self.tokenizer
-        if own.end is not None:
+        current = self.tokenizer
+        if current.end is not None:
             saved = saved.with_end()
-        if isinstance(saved, CharTokenizer) and isinstance(own, CharTokenizer):
-            new = "".join(c for c in own.vocabulary if c not in saved.index)
+        if isinstance(saved, CharTokenizer) and isinstance(current, CharTokenizer):
+            new = "".join(c for c in current.vocabulary if c not in saved.index)
             saved = CharTokenizer(saved.vocabulary + new)
-            ids = saved.encode(own.vocabulary)
+            ids = saved.encode(current.vocabulary)
             is_same = ids == list(range(len(ids)))
             self._model_ids = None if is_same else torch.tensor(ids)
-        elif saved.state() != own.state():
+        elif saved.state() != current.state():
             raise ConfigError(
                 f"the weights were trained with a {saved.name} tokenizer, but the text is encoded "
-                f"with a different {own.name} tokenizer; set data.tokenizer to the tokenizer of "
-                "the weights"
+                f"with a different {current.name} tokenizer; set data.tokenizer to the tokenizer "
+                "of the weights"
             )
         self.dataset.tokenizer = saved
         self.shape = (saved.vocab_size, self.shape[1])
@@ -226,16 +233,19 @@ class LanguageModel(Task):
         return {}
 
     def adopt(self, state: dict[str, Any], is_other_data: bool) -> None:
-        """Prepare to evaluate a snapshot's model. Another text is evaluated as a whole.
+        """Prepare to evaluate a snapshot's model.
+
+        A text that is not the text of the run is evaluated completely, instead of only its
+        validation or test split.
 
         Raises:
             DataError: The text has changed since the run.
         """
         super().adopt(state, is_other_data)
         saved = tokenizer_from_state(state)
-        own = self.tokenizer
-        if isinstance(saved, CharTokenizer) and isinstance(own, CharTokenizer):
-            saved.encode(own.vocabulary)  # raises an error for an unknown character
+        current = self.tokenizer
+        if isinstance(saved, CharTokenizer) and isinstance(current, CharTokenizer):
+            saved.encode(current.vocabulary)  # raises an error for an unknown character
         self.extend(state)
         if is_other_data:
             self.dataset.val = self.dataset.whole
@@ -244,8 +254,8 @@ class LanguageModel(Task):
     def in_ids_of_model(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Translate tokens and targets (B, T) from the ids of the text to the ids of the model.
 
-        They differ if the run starts from weights that were trained on another text. Begin a `loss`
-        of your own with this call.
+        They differ if the run starts from weights that were trained on a different text. Begin a
+        `loss` of your own with this call.
         """
         if self._model_ids is None:
             return batch

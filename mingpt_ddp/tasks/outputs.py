@@ -107,7 +107,7 @@ def named_losses(losses: Losses) -> dict[str, Tensor]:
         return {"loss": losses}
     parts = {f"loss_{name}": loss for name, loss in losses.items()}
     if not parts or not all(map(_is_loss, parts.values())):
-        # `check_outputs` refuses this.
+        # No losses, or a loss that is not a scalar tensor. `check_outputs` refuses them.
         return {**parts, "loss": losses}  # type: ignore[dict-item]
     return {"loss": torch.stack([*parts.values()]).sum(), **parts}
 
@@ -126,7 +126,8 @@ def check_outputs(owner: str, outputs: Outputs) -> None:
         owner: The task, model, hook or step that the error message begins with.
 
     Raises:
-        CodeError: The message names the loss or the metric.
+        CodeError: A loss is not a scalar tensor, or a metric has an invalid name or value. The
+            message names it.
     """
     for name, loss in outputs.losses.items():
         if not _is_loss(loss):
@@ -136,7 +137,10 @@ def check_outputs(owner: str, outputs: Outputs) -> None:
             )
     for name, mean in outputs.metrics.items():
         if not _is_valid_name(name):
-            raise CodeError(f"{owner}: a metric cannot have the name {name!r}; choose another")
+            raise CodeError(
+                f"{owner}: a metric cannot have the name {name!r}; choose a name without a slash, "
+                "which is not loss, lr, epoch or grad_norm and does not begin with loss_"
+            )
         if not is_pair(mean):
             actual = " and ".join(map(_shape_or_type, mean))
             raise CodeError(

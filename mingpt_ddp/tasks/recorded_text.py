@@ -26,13 +26,13 @@ def recorded_text(state: Any) -> RecordedText | None:
         SnapshotError: This version does not know the text's format.
     """
     try:
-        form = state["text"].get("format", "text")
-        if form in get_args(TextFormat):
-            return RecordedText(recorded_sha256(state), form)
+        data_format = state["text"].get("format", "text")
+        if data_format in get_args(TextFormat):
+            return RecordedText(recorded_sha256(state), data_format)
     except (AttributeError, LookupError, TypeError):
         return None
     raise SnapshotError(
-        f"the snapshot has a text of format {str(form)[:100]!r}, which this version "
+        f"the snapshot has a text of format {str(data_format)[:100]!r}, which this version "
         "does not know; resume it with the version that has saved it"
     )
 
@@ -49,20 +49,20 @@ def with_recorded_format(config: Config, state: Any, command_line_keys: Containe
     """
     if state is None or not isinstance(config.data, DataConfig):
         return config
-    form: Any = None
-    used_format = "text"  # format that the run has used: the recorded one, or the choice of auto
+    data_format: Any = None
+    used_format = "text"  # data.format of the run, or the format that auto chose
     with contextlib.suppress(LookupError, TypeError):  # a damaged state is refused later
-        form = with_data_format(state["config"])["data"]["format"]
+        data_format = with_data_format(state["config"])["data"]["format"]
         used_format = state["text"].get("format", "text")
-    if form not in get_args(TextFormat):
-        form = "text"
-    if form != "auto":
-        used_format = form
-    if "data.format" in command_line_keys and form != config.data.format:
+    if data_format not in get_args(TextFormat):
+        data_format = "text"
+    if data_format != "auto":
+        used_format = data_format
+    if "data.format" in command_line_keys and data_format != config.data.format:
         if config.data.format not in ("auto", used_format):
             raise ConfigError(
                 f"data.format={config.data.format}: the run has read its texts with "
                 f"data.format={used_format} so far; leave the key out, or choose another run.name"
             )
-        log.info("the run continues with data.format=%s, as in its earlier starts", form)
-    return replace(config, data=replace(config.data, format=form))
+        log.info("the run continues with data.format=%s, as in its earlier starts", data_format)
+    return replace(config, data=replace(config.data, format=data_format))

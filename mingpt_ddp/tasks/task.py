@@ -35,22 +35,23 @@ class Task:
     Attributes:
         config: The whole configuration.
         datasets: The training, validation and test splits.
-        sha256: Hash of the data. A run resumes only if it is still the same.
+        sha256: Hash of the data. A run resumes only if its data still has this hash.
         shape: Two arguments for the model's builder: the number of outputs, and the shape of an
             input. For gpt and modern these are the vocabulary size and the context length.
     """
 
     unit = "samples"  # the items of a step; the log shows how many are trained per second
-    # Metrics of the validation split that result.json also has under their name without `val_`.
+    # Metrics by which runs are compared. For the validation split, result.json has each of them
+    # under two names: with the prefix `val_`, and without it.
     comparable: tuple[str, ...] = ()
 
     def __init__(self, config: Config, group: ProcessGroup) -> None:
         """Load the data. A collective.
 
-        One rank of every node loads it first, and may download it for the others.
+        One rank of every node loads the data first, and may download it for the other ranks.
 
         Raises:
-            ConfigError: The configuration selects a text.
+            ConfigError: The configuration selects a text instead of a dataset of samples.
             DataError: The data cannot be read, or there is too little of it.
         """
         self.config = config
@@ -194,7 +195,7 @@ class Task:
     # The model.
 
     def set_outputs(self, outputs: int) -> None:
-        """Give the model another number of outputs than the data needs. Used by `plan`.
+        """Give the model a different number of outputs than the data needs, for the command `plan`.
 
         Raises:
             ConfigError: The data determines the number of outputs.
@@ -268,7 +269,7 @@ class Task:
         self.check_measured(model, batch)
 
     def check_measured(self, model: nn.Module, batch: Any) -> None:
-        """Check the metrics that a user's `metrics` returns.
+        """Check the metrics that a user's method `metrics` returns.
 
         Raises:
             CodeError: The metrics are not pairs by name, or none of them is called `loss`.

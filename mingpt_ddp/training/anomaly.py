@@ -17,7 +17,7 @@ MAX_CONSECUTIVE_SKIPS = 10
 
 
 class AnomalyPolicy:
-    """Classify each step by its loss and gradient norm.
+    """Decides whether a step is an anomaly, by its loss and gradient norm.
 
     Both are equal on all ranks, so every rank decides alike.
     """

@@ -1,10 +1,10 @@
 """The number of optimizer steps of a run.
 
 With trainer.max_minutes the number is not known at the start. Each step is then timed, from the
-exchange of flags in one step to the exchange in the next step. Evaluations, samples and stalls for
-snapshots do not count. After a tenth of the minutes, the remaining minutes are divided by the
-median duration of a step. This fixes the number of steps: from then on it does not change, however
-long the steps take. The learning rate begins to decay when the number is known.
+exchange of flags in one step to the exchange in the next step (step_flags.py). Evaluations, samples
+and stalls for snapshots do not count. After a tenth of the minutes, the remaining minutes are
+divided by the median duration of a step. This fixes the number of steps: from then on it does not
+change, however long the steps take. The learning rate begins to decay when the number is known.
 """
 
 import logging
@@ -57,7 +57,7 @@ class RunLength:
         self.steps_per_epoch = steps_per_epoch
         self.state = state or TrainState()
         # The last step, if trainer.max_minutes was over before it became a number of steps. It is
-        # not saved. If the user later allows more minutes, the number of steps is computed anew.
+        # not saved. If the user later allows more minutes, the number of steps is computed again.
         self.out_of_time_at: int | None = None
         # Only for a training loop of the user's own: the step at which the loop ended the run in an
         # earlier start. The loop may stop before any limit is reached.
@@ -195,7 +195,9 @@ class RunLength:
         self.state.step_seconds = 60 * minutes / steps
         self.state.paced_at = step
         pace = 1e3 * self._median_s
-        log.info("trainer.max_minutes=%g is %d steps: a step takes %.4g ms", minutes, steps, pace)
+        log.info(
+            "trainer.max_minutes=%g allows %d steps: a step takes %.4g ms", minutes, steps, pace
+        )
         if end := early_end_notice(self.trainer, self.limits):
             log.info(end)
 
@@ -228,7 +230,7 @@ def known_length(
 
 
 class StepTimer:
-    """Times the steps of an attempt, and adds their durations to the train state."""
+    """Times the steps of one start of the run, and adds their durations to the train state."""
 
     def __init__(self, length: RunLength, meter: Meter) -> None:
         self.length = length
@@ -309,9 +311,9 @@ def early_end_notice(trainer: TrainerConfig, limits: dict[str, int]) -> str | No
         limits: The step at which each limit ends the run, by its key in `trainer`.
     """
     first = min(limits, key=lambda key: limits[key])
-    for other in reversed(LIMITS):
-        if other != "max_epochs" and limits.get(other, 0) > limits[first]:
+    for later in reversed(LIMITS):
+        if later != "max_epochs" and limits.get(later, 0) > limits[first]:
             end = f"trainer.{first}={getattr(trainer, first)} ends the run at step {limits[first]}"
-            before = f"trainer.{other}={getattr(trainer, other)}"
+            before = f"trainer.{later}={getattr(trainer, later)}"
             return f"{end}, before {before}; set trainer.{first}=null to train on"
     return None

@@ -69,10 +69,14 @@ class Look:
         loader = train_step.loader
         if not isinstance(task, LanguageModel) or not isinstance(loader, TokenLoader):
             raise ConfigError(
-                f"task.name={task.config.task.name} does not train on sequences of a text"
+                f"task.name={task.config.task.name} does not train on sequences of a text, so its "
+                "steps cannot be shown"
             )
         size = train_step.plan.batch_size
-        check((request.without or 1) <= size, f"without={request.without} must be at most {size}")
+        check(
+            (request.without or 1) <= size,
+            f"without={request.without} must be at most {size}, the number of sequences in a batch",
+        )
         check(
             request.without is None or size > 1,
             f"without={request.without} would leave no sequence in a batch of one; remove the key",

@@ -58,7 +58,7 @@ class Recorder:
         observers: Observers,
         end: HistoryEnd | None,
     ) -> None:
-        """Begin to record an attempt.
+        """Begin to record an attempt (one start of the run).
 
         Args:
             run: The run to record.

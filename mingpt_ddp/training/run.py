@@ -51,7 +51,8 @@ def train_run(
         job: The job to run.
         runtime: The runtime of this rank.
         signals: Handler of the signals that end the run early. None to ignore them.
-        started_at: time.monotonic() when this attempt began. None if it began with the process.
+        started_at: time.monotonic() when this attempt (one start of the run) began. None if it
+            began with the process.
         pruner: Called on rank zero after each evaluation; may end the job. None outside a search.
 
     Returns:
@@ -79,7 +80,7 @@ def train_run(
             trainer = begin_attempt(run, history, times, evaluator, observers)
             with snapshot_when_out_of_memory(run.directory, runtime.group.rank):
                 outcome = trainer.train()
-        record_end(run, history.owner, observers, outcome)
+        record_end(run, history.locked_directory, observers, outcome)
     if outcome.status is RunStatus.PREEMPTED:
         return None
     return run.state.val_metrics

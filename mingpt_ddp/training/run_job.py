@@ -31,7 +31,7 @@ class JobRecord(NamedTuple):
     """
 
     name: str  # final run.name of the job
-    value: float | None = None  # objective of the job, if it is complete
+    value: float | None = None  # objective, by which a sweep ranks the job; None if incomplete
     failure: str | None = None  # why the job has failed for good, if it has
     is_needed: bool = True  # False if the result cannot change a decision of the sweep
 
@@ -154,14 +154,16 @@ def name_job(job: Job, env: DistEnv, records: Records) -> Job | Outcome:
 def _known_outcome(job: Job, known: JobRecord) -> Outcome | None:
     """Return the outcome of a job that has ended before or is not needed. Else return None."""
     if not known.is_needed:
-        return Outcome(RunStatus.COMPLETE, value=math.nan, was_known=True, was_needed=False)
+        return Outcome(RunStatus.COMPLETE, value=math.nan, recorded_earlier=True, was_needed=False)
     if known.value is not None:
         return Outcome(
-            RunStatus.COMPLETE, directory=job.directory, value=known.value, was_known=True
+            RunStatus.COMPLETE, directory=job.directory, value=known.value, recorded_earlier=True
         )
     if known.failure is not None:
         error = JobError(f"this job has failed before: {known.failure}")
-        return Outcome(RunStatus.FAILED, directory=job.directory, error=error, was_known=True)
+        return Outcome(
+            RunStatus.FAILED, directory=job.directory, error=error, recorded_earlier=True
+        )
     return None
 
 
@@ -244,7 +246,7 @@ def _train(
     # The import of torch takes seconds, so it comes after all checks.
     from mingpt_ddp.distributed.runtime import Runtime
 
-    exits.is_symmetric = env.world_size == 1
+    exits.ranks_fail_alike = env.world_size == 1
     runtime = Runtime(job.config, env, job.number)
     group = exits.group = runtime.group
     job, outcome = _agree_on_name(job, group, records)
@@ -259,7 +261,7 @@ def _train(
     ended = None
     if metrics is not None:
         ended = group.run_on_rank_zero(lambda: (_status(job), records.value_of(job)))
-    # A signal may have come too late to stop this job. The outcome reports it all the same.
+    # A signal may have come too late to stop this job. The outcome reports it nevertheless.
     signalled = any(group.all_gather(signals.signal_name is not None))
     runtime.close()
     if job.place is not None:

@@ -26,7 +26,8 @@ class Progress:
     val_step: int | None = None  # step at which val_loss was measured
     best_val_loss: float | None = None
     best_step: int | None = None  # step at which best_val_loss was measured
-    # Time in all attempts, without the work that was lost to a kill or a rollback.
+    # Time in all attempts (starts of the run), without the work that was lost to a kill or a
+    # rollback.
     wall_seconds: float = 0.0
     # Sum of the training loss in the current log interval.
     loss_sum: float = 0.0
@@ -36,7 +37,7 @@ class Progress:
     loss_steps: int = 0  # number of steps in the current log interval
     # Number of steps that were timed: all steps but the first ones of each attempt.
     timed_steps: int = 0
-    # Time that these steps took, without evaluations and stalls.
+    # Time that the timed steps took, without evaluations and stalls.
     timed_seconds: float = 0.0
     # Mean duration of a step in each timed block, in seconds. Measured until trainer.max_minutes
     # becomes a number of steps.
@@ -83,18 +84,20 @@ class TrainState(Progress):
         # The clock may be set back between two attempts, so limit the result.
         return min(1.0, max(0.0, productive / max(total, 1e-9)))
 
-    def begin_attempt(self, elapsed_s: float, first_start: float | None, is_own: bool) -> None:
+    def begin_attempt(
+        self, elapsed_s: float, first_start: float | None, has_own_snapshot: bool
+    ) -> None:
         """Add the time until an attempt begins to train to `wasted_seconds`.
 
         Args:
             elapsed_s: Seconds since this attempt began.
             first_start: When the first attempt began to train, in seconds since 1970. None if this
                 is the first one.
-            is_own: True if the run resumes from its own snapshot, and False if it begins or
-                continues another run.
+            has_own_snapshot: True if the run resumes from its own snapshot, and False if it begins
+                or continues another run.
         """
         now = time.time()
-        if is_own:
+        if has_own_snapshot:
             self.wasted_seconds += max(elapsed_s, now - self.saved_at)
         else:
             self.wasted_seconds = max(elapsed_s, now - (first_start or now) - self.wall_seconds)

@@ -34,7 +34,7 @@ class TrainingEnd:
 
 
 class Trainer:
-    """Train a run from its current step to its last one."""
+    """The training loop of a run, from its current step to its last step."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Trainer:
 
     def train(self) -> TrainingEnd:
         """Train to the end of the run."""
-        with self._deferring():
+        with self._deferring_signals():
             self._warm_up()
             return self.fit()
 
@@ -89,7 +89,7 @@ class Trainer:
             self.profiler.step()
             with self._refuse_out_of_memory(step):
                 flags = self._train(step)
-            if flags is None:  # rolled back
+            if flags is None:  # after a rollback, train the next step of the restored snapshot
                 continue
             if flags.fixed_steps:
                 self.train_step.length.fix(flags.fixed_steps, step)
@@ -112,7 +112,7 @@ class Trainer:
         return self._end(end or RunStatus.COMPLETE)
 
     @contextmanager
-    def _deferring(self) -> Iterator[None]:
+    def _deferring_signals(self) -> Iterator[None]:
         """In this context, handle a signal only at the end of a step."""
         signals = self.observers.signals
         signals.deferred = True
@@ -229,7 +229,7 @@ class Trainer:
             if not math.isfinite(loss_and_norm):
                 self.metrics.log(step, run_values={"train/loss": math.nan})
             self.saves.manager.wait()
-            again = "" if policy == "stop" else f", as did the {skips - 1} before it"
+            again = "" if policy == "stop" else f", like the {skips - 1} steps before it"
             raise self.anomaly.make_error(f"{message}{again}")
         restored_step = self._restore_latest(skipping=[step]) if policy == "rollback" else None
         if restored_step is None:

@@ -275,7 +275,7 @@ CASES = [
         [*MAIN, "-m"],
         "run.seed=1,2",
         1,
-        r"job error: 1 of 2 failed: run\.seed=1; rerun the same command to retry",
+        r"job error: 1 of 2 jobs failed: run\.seed=1; rerun the same command to retry",
         f"9 0 1 {BOOM}",
     ),
     Case(
@@ -283,7 +283,7 @@ CASES = [
         [*LOCAL, "-m"],
         "run.seed=1,2",
         2,
-        r"job error: 2 of 2 failed: .*",
+        r"job error: 2 of 2 jobs failed: .*",
         f"9 0 9 {BOOM}",
     ),
     Case(

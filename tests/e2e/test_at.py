@@ -224,7 +224,7 @@ def test_a_step_whose_loss_is_not_finite_can_be_inspected(tmp_path):
 def test_steps_that_cannot_be_repeated_are_refused(tmp_path):
     (tmp_path / "text.txt").write_text("a text of some length\n" * 200)
     run = train(tmp_path, "data.path=text.txt", "data.truncate=1")
-    assert "step=11 is beyond the end of the run, which is at step 10" in refused(
+    assert "step=11 is beyond the end of the run; choose a step up to 10" in refused(
         tmp_path, "step=11"
     )
     assert "without=13 must be at most 12" in refused(tmp_path, "step=7", "without=13")

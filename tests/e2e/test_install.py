@@ -46,6 +46,7 @@ NOT_INSTALLED = {
     "kubernetes": "models for a test of a manifest",
     "integrations": "the environment of make test-integrations",
     "test": "the environment that runs the tests",
+    "docs": "the tools of make site, nothing that a user runs",
     "dev": "the tools of make check, nothing that a user runs",
 }
 # Ray requires these packages, which have only beta releases.

@@ -178,7 +178,7 @@ def test_ranks_of_different_configuration_are_refused(words, difference, tmp_pat
         command = [*python_main(), *TINY, *(word.format(number) for word in words)]
         jobs.append(Job(command, tmp_path, RANK=rank, **shared))
     assert [job.wait() for job in jobs] == [2, 2]
-    expected = "config error: rank 1 has another configuration than rank 0: "
+    expected = "config error: rank 1 has a different configuration than rank 0: "
     assert re.search(expected + difference, jobs[0].text())
     assert not (tmp_path / "outputs").exists()
 

@@ -305,7 +305,7 @@ def test_a_sweep_reports_why_a_job_has_failed(tmp_path):
     script = with_resolve(small(tmp_path, changes={step: bug + step}))
     words = ["-m", *overrides(), "run.name=sweep", "run.seed=1,2"]
     text = fail([*launcher(1), str(script), *words], tmp_path, code=1)
-    assert "2 of 2 failed" in text.splitlines()[-1]
+    assert "2 of 2 jobs failed" in text.splitlines()[-1]
     rows = (tmp_path / "outputs" / "sweep" / "failures.jsonl").read_text().splitlines()
     reasons = [json.loads(row)["reason"] for row in rows]
     assert re.fullmatch(r"error: rank 0: ValueError: mine \(own.py:\d+\)", reasons[0]), reasons

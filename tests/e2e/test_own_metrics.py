@@ -159,7 +159,7 @@ def test_a_metric_that_evaluations_lack_ends_a_job_at_its_first_evaluation(worke
         "config error: sweep.metric=val_accurat: the evaluations do not measure it; did you mean "
     )
     assert done.stdout.count(f"{line}val_accuracy?") == 2
-    assert "2 of 2 failed" in done.stdout.splitlines()[-1]
+    assert "2 of 2 jobs failed" in done.stdout.splitlines()[-1]
 
 
 def test_a_search_may_maximize_a_metric_of_training(tmp_path):

@@ -14,6 +14,7 @@ from email import message_from_bytes
 from pathlib import Path
 
 import pytest
+import yaml
 from launching import ROOT, TINY, call, copy_source, write_application
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -121,6 +122,12 @@ def install(wheel: Path, directory: Path) -> str:
     return str(directory / "bin" / "python")
 
 
+def site_url() -> str:
+    """Return the address of the site."""
+    settings = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader=yaml.BaseLoader)
+    return settings["site_url"]
+
+
 def contents(wheel: Path) -> dict[str, int]:
     """Return the checksum of each file of a wheel."""
     with zipfile.ZipFile(wheel) as archive:
@@ -157,9 +164,9 @@ def test_the_links_of_the_description_name_files_of_the_repository(built):
     setup.read(ROOT / "setup.cfg")
     repository = setup["metadata"]["url"]
     assert metadata["Home-page"] == repository
-    assert all(
-        field.split(", ")[1].startswith(repository) for field in metadata.get_all("Project-URL")
-    )
+    urls = dict(field.split(", ") for field in metadata.get_all("Project-URL"))
+    assert urls["Source"] == repository and urls["Documentation"] == site_url()
+    assert all(url.startswith((repository, site_url())) for url in urls.values())
     assert "Typing :: Typed" in metadata.get_all("Classifier")
     description = metadata.get_payload()
     links = re.findall(r"(!?)\[[^]]*\]\(([^)]*)\)", description)

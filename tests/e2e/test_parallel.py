@@ -241,7 +241,10 @@ def test_a_failing_job_among_several(tmp_path):
     assert sum(line.startswith("job 2: training error: step ") for line in lines) == 2
     assert "job 2: retry 1 of 1" in lines
     assert "sweep: 3 jobs, 0 already complete, 1 failed" in lines
-    assert "job error: 1 of 3 failed: optimizer.lr=1e+30; rerun the same command to retry" in lines
+    assert (
+        "job error: 1 of 3 jobs failed: optimizer.lr=1e+30; rerun the same command to retry"
+        in lines
+    )
     (first, reason), again = failures(tmp_path / SWEEP)
     assert first == "optimizer.lr=1e+30" and reason.startswith("training error: step ")
     assert again == [first, reason]
@@ -256,8 +259,8 @@ def test_no_job_starts_after_too_many_failures(tmp_path):
     assert f"\njob 6: {reason}" in text
     label = "model.n_embd=24, run.seed=1, model.n_head=16"
     assert failures(tmp_path / SWEEP) == [[label, reason]]
-    assert "no other job starts, because 1 failed (sweep.max_failures=0)" in text
-    assert f"job error: 1 of 6 failed: {label}; 2 have not started;" in text
+    assert "no other job starts, because 1 job failed (sweep.max_failures=0)" in text
+    assert f"job error: 1 of 6 jobs failed: {label}; 2 jobs did not start;" in text
     assert "Traceback" not in text
 
 

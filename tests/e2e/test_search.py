@@ -222,8 +222,8 @@ def test_a_search_in_which_all_trials_fail(tmp_path):
     )
     text = fail(command, tmp_path)
     assert "sweep: 2 jobs, 0 already complete, 2 failed" in text
-    assert "\nno other job starts, because 2 failed (sweep.max_failures=1)\n" in text
-    assert "2 have not started" in text
+    assert "\nno other job starts, because 2 jobs failed (sweep.max_failures=1)\n" in text
+    assert "2 jobs did not start" in text
     assert "config error" not in text
     done = call([*command, "sweep.max_failures=null"], tmp_path)
     assert "sweep: 4 jobs, 0 already complete, 4 failed" in done.stdout

@@ -127,7 +127,7 @@ def test_another_rule_in_the_same_directory_is_refused(tmp_path):
     }
     (sweep / "sweep.json").write_text(json.dumps({"until_decided": rule}))
     done = call([*python_main(), "-m", *SWEEP], tmp_path, separate=True)
-    assert done.returncode == 2 and "care 0.5, now None" in done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and "care=0.5, but now care is None" in done.stderr.splitlines()[-1]
     done = call([*python_main(), "-m", *SWEEP, "sweep.care=0.5", "run.seed=2,1,3,4,5"], tmp_path)
     assert done.returncode == 2 and "add seeds at the end only" in done.stdout
 

@@ -115,7 +115,8 @@ def test_other_commands_use_the_run(trained, project, tmp_path):
     assert "name the Python file that registers it, if you trust it, as in code=my_project" in text
     text = fail(tool("sample", str(trained), "code=my_task/mine.py"), project)
     expected = (
-        "the snapshot's task is not a language model; measure it with python -m mingpt_ddp evaluate"
+        "the snapshot's task is not a language model; evaluate its model with "
+        "python -m mingpt_ddp evaluate"
     )
     assert error_line(text, "snapshot error: ").endswith(expected)
     assert STEPS in verified_steps(trained, project)

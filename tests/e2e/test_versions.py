@@ -92,4 +92,4 @@ def test_a_comparison_killed_between_two_jobs_continues_to_its_verdict(tmp_path)
     )
     assert first["files"] != second["files"]
     assert where == f"the runs are in {runs_are_in}"
-    assert unmet == "require=not_worse: worse by more than chance, or not comparable: ."
+    assert unmet == "require=not_worse is not met: worse by more than chance, or not comparable: ."

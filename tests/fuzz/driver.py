@@ -38,7 +38,7 @@ ENVIRONMENT = {
     "TERM": "dumb",
 }
 # Log lines that may precede an error.
-NOTICES = r"not taken from |damaged snapshot .* is ignored|.* was never finished and is ignored|retrying: "  # noqa: E501
+NOTICES = r"these recorded values of .* are not used|damaged snapshot .* is ignored|.* was never finished and is ignored|retrying: "  # noqa: E501
 NOTICES += r"|sweep\..* has no effect on a single run"
 # Exceptions that are bugs of the program. No mistake of a user may cause them.
 INTERNAL = r"\b(Type|Key|Attribute|Assertion|Index|Recursion|Name|UnboundLocal|ZeroDivision|Overflow)Error\b"  # noqa: E501

@@ -299,7 +299,7 @@ def test_a_finite_loss_spike_is_skipped(trained, ranks):
 def test_more_than_ten_anomalies_in_a_row_stop_the_run(trained, ranks):
     error = error_on_all_ranks(trained, ranks, "skip, all bad")
     assert "step 16 has loss nan" in error
-    assert "as did the 10 before it" in error
+    assert "like the 10 steps before it" in error
     assert committed(trained(ranks)[1] / "skip-all_bad")[-1] < 16
     check_equal_on_all_ranks(trained, ranks, "skip, ten bad")
 

@@ -127,10 +127,16 @@ def decide(runtime: Runtime) -> dict[str, list[Any]]:
         ),
         "user error": lambda: group.decide_on_rank_zero(lambda: fail(1, gone), refuse),
         "refused": lambda: group.decide_on_rank_zero(lambda: fail(3, gone), refuse),
-        "full": lambda: group.io.decide_on_rank_zero(lambda: fail(1, full), refuse),
-        "full on rank 0": lambda: group.io.decide_on_rank_zero(lambda: fail(3, full), fill),
-        "crash": lambda: group.io.run_on_rank_zero(lambda: fail(0, ZeroDivisionError("by zero"))),
-        "afterwards": lambda: group.io.run_on_rank_zero(lambda: "done"),
+        "full": lambda: group.snapshot_collectives.decide_on_rank_zero(
+            lambda: fail(1, full), refuse
+        ),
+        "full on rank 0": lambda: group.snapshot_collectives.decide_on_rank_zero(
+            lambda: fail(3, full), fill
+        ),
+        "crash": lambda: group.snapshot_collectives.run_on_rank_zero(
+            lambda: fail(0, ZeroDivisionError("by zero"))
+        ),
+        "afterwards": lambda: group.snapshot_collectives.run_on_rank_zero(lambda: "done"),
     }
     return {name: outcome_of(call) for name, call in calls.items()}
 
@@ -168,7 +174,9 @@ def gather_in_two_threads(runtime: Runtime) -> dict[str, Any]:
     group, values = runtime.group, {}
 
     def save() -> None:
-        values["snapshot"] = group.io.decide_on_rank_zero(lambda: "snapshot", lambda all: all)
+        values["snapshot"] = group.snapshot_collectives.decide_on_rank_zero(
+            lambda: "snapshot", lambda all: all
+        )
 
     def train() -> None:
         values["training"] = group.all_gather("training")

@@ -107,7 +107,7 @@ def test_auto_compiles_built_in_models_on_a_gpu(monkeypatch):
     with pytest.raises(ConfigError, match="cuda_graphs needs a GPU"):
         compiling.should_compile(config("trainer.compile=cuda_graphs"), CPU)
     with monkeypatch.context() as patch:
-        patch.setattr(compiling, "is_own_model", lambda model: model.architecture == "gpt")
+        patch.setattr(compiling, "is_custom_model", lambda model: model.architecture == "gpt")
         assert not compiling.should_compile(config(), GPU)
         assert compiling.should_compile(config("trainer.compile=true"), GPU)
     monkeypatch.setattr(compiling, "_missing_requirement", lambda device: "a compiler")

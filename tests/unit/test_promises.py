@@ -16,6 +16,7 @@ TABLES = (
     "docs/security.md",
     "docs/s3.md",
     "docs/slurm.md",
+    "docs/compatibility.md",
 )
 
 

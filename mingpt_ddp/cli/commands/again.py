@@ -1,4 +1,4 @@
-"""Train with the recorded configuration of a run, and with changes.
+"""Train again with the recorded configuration of a run. Keys on the command line change it.
 
     python -m mingpt_ddp again outputs/demo optimizer.lr=3e-4
 
@@ -9,8 +9,8 @@ If a change concerns a key that is part of a run's name (docs/configuration.md),
 named like any unnamed run, or by run.name=NAME. Otherwise the recorded run itself continues, for example up to a larger
 trainer.max_steps.
 
-A record must not decide which programs run, or where files are sent. The paths of your Python files (code) and the
-destinations of snapshots and logs are therefore not taken from the record: give them on the command line. If the run needs
+The recorded configuration must not decide which programs run, or where files are sent. The paths of your Python files (code)
+and the destinations of snapshots and logs are therefore not taken from it: give them on the command line. If the run needs
 your code and you have not named it, the command stops and says which file it needs.
 """  # noqa: E501
 

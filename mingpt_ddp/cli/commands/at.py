@@ -1,4 +1,4 @@
-"""Repeat one step of a run, and show the text of that step.
+"""Repeat one training step of a run, and show the text that it trained on.
 
     python -m mingpt_ddp at RUN step=1234
 
@@ -6,11 +6,12 @@ RUN        path or fsspec URL of a run directory, or of a directory of snapshots
 step       number of the step, or worst for the step with the largest logged loss (with trainer.log_every > 1 each logged
            loss is the mean of several steps)
 without    number of a sequence in the printed list: repeat the step a second time without this sequence, and show the loss and
-           the norms of both repetitions
+           the gradient norms of both repetitions
 format     text (the default) or json
 nproc_per_node
-           1 repeats the step on one rank; the default is as many ranks as the run had, or 1 with ddp.reduction=canonical
-words      more words for the command line that trains, such as words="--config-dir=DIR model=NAME" for your own code
+           number of ranks: 1, or as many as the run had. The default is 1 with ddp.reduction=canonical, and otherwise as many
+           as the run had
+words      additional arguments of the train command, such as words="--config-dir=DIR model=NAME" for your own code
 
 Prints the source, the loss and the text of each sequence, with the highest loss first. Then prints the loss and the gradient
 norms of the step, and whether the repeated step has the same bits as the original one. Training continues from the newest
@@ -32,6 +33,8 @@ from mingpt_ddp.process.terminal import echo
 
 @dataclass(frozen=True, kw_only=True)
 class AtConfig:
+    """The keys of the command line, as the usage above describes them."""
+
     url: str
     step: PositiveInt | Literal["worst"]
     without: PositiveInt | None = None

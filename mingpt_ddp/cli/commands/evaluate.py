@@ -9,8 +9,8 @@ snapshot        path or fsspec URL of a run directory, of its directory of snaps
                 with different tokenizers by bits_per_byte
 step            newest (the default), best (lowest validation loss) or the number of a step
 split           val (the default) or test; the whole split is measured, even if trainer.eval_steps is set
-data.path       another text, which is measured as a whole (the model must know its characters). For a dataset of your own: the
-                path where its files are now
+data.path       a text to measure instead of the text of the run. It is measured as a whole, and the model must know its
+                characters. For a dataset of your own: the path where its files are now
 device          auto (the default, uses the GPU if there is one), cpu or cuda
 precision       auto (the default, as in training on this device), fp32, bf16 or fp16
 code            your Python file that registers the task, the model or the dataset, if they are not built in
@@ -126,7 +126,10 @@ def evaluate(config: EvaluateConfig) -> dict[str, dict[str, float]]:
             move_model(model, runtime.device)
             metrics = Evaluator(tasks[url], runtime).run(model, config.split)
             if not metrics:
-                raise DataError(f"the data of {url} has no {config.split} split")
+                raise DataError(
+                    f"the data of {url} has no {config.split} split; set split to val or test, or "
+                    "measure another text with data.path=..."
+                )
             measured[url] = metrics
     for line in tasks[first].data_notes():
         runtime.group.env.call_on_rank_zero(partial(log.info, "%s", line))
@@ -139,7 +142,9 @@ def _adopt(task: "Task", config: EvaluateConfig, url: str, state: Any) -> None:
     try:
         task.adopt(state, is_other_data=config.data_path is not None)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise SnapshotError(f"the snapshot of {url} has an invalid state: {error}") from error
+        raise SnapshotError(
+            f"the snapshot of {url} has an invalid state: {error}; choose another snapshot"
+        ) from error
 
 
 def _build(task: "Task", run_config: Config, tensors: dict[str, "Tensor"]) -> "nn.Module":
@@ -178,7 +183,7 @@ def _run_config(config: EvaluateConfig, url: str, state: Any, first: Any = None)
             if config.data_path is None and _data_sha256(state) != _data_sha256(first):
                 raise ValueError(
                     f"its data differs from the data of {config.snapshot[0]}; measure it alone, or "
-                    "measure all snapshots on the same text: data.path=..."
+                    "measure all snapshots on the same text with data.path=..."
                 )
         if config.data_path is None:
             values = with_data_format(values)
@@ -187,7 +192,7 @@ def _run_config(config: EvaluateConfig, url: str, state: Any, first: Any = None)
         # processes belong to the machine that trained the run.
         replaced: dict[str, Any] = {"cache_dir": None, "num_workers": 0}
         if config.data_path is not None:
-            check("path" in data, "its data does not have a path; leave out data.path")
+            check("path" in data, "its data has no key data.path; leave out data.path")
             replaced |= {
                 "path": config.data_path,
                 "sha256": None,

@@ -22,6 +22,8 @@ from mingpt_ddp.storage.storage import atomic_write, sync_directory
 
 @dataclass(frozen=True)
 class ExportConfig:
+    """The keys of the command `export`. The usage in snapshots.py describes them."""
+
     url: str
     to: str  # a local directory that does not exist yet
     step: Step = "newest"

@@ -7,8 +7,8 @@ group.key=value     presets and keys as for training
 format              text (the default) or json, with sizes in bytes and times in seconds
 device              plan for these GPUs instead of this machine: a100-40gb, a100-80gb, h100, h200, b200, l40s or 4090
 nodes               number of machines, each with ddp.nproc_per_node GPUs (1)
-network_gbps        bandwidth from one machine to the others, of all its adapters together, in gigabits per second (400)
-vocab_size          size of the vocabulary, instead of the size that the text gives
+network_gbps        network bandwidth of a machine, summed over its adapters, in gigabits per second (400)
+vocab_size          size of the vocabulary to plan for; by default, the text determines it
 
 Prints the model, the length of the run, the memory that each strategy needs, the batch at other numbers of ranks, and
 settings that look doubtful. The memory comes from formulas. Without device=, one rank also trains 20 steps, to measure
@@ -40,7 +40,7 @@ from mingpt_ddp.process.terminal import echo
 from mingpt_ddp.training.checked_job import checked_job
 
 FORMATS = ("text", "json")
-OWN_KEYS = ("format", "device", "nodes", "network_gbps", "vocab_size")
+PLAN_KEYS = ("format", "device", "nodes", "network_gbps", "vocab_size")
 HEADINGS = ("ranks", "batch", "micro-batch", "per rank", "idle", "learning rate")
 MEMORY_KINDS = (
     "weights",
@@ -51,7 +51,7 @@ MEMORY_KINDS = (
     "temporaries",
     "data",
 )
-# Shown for a size that cannot be computed, because a user has written the model or the task.
+# Shown for a size that cannot be computed, because the model or the task is the user's own code.
 UNKNOWN = "not known"
 
 
@@ -86,13 +86,13 @@ def main() -> None:
 
 
 def _split(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the words of the configuration, and the values of OWN_KEYS."""
+    """Return the words of the configuration, and the values of PLAN_KEYS."""
     words = []
     values: dict[str, str] = {}
     rest = iter(arguments)
     for word in rest:
         key, equals, text = word.removeprefix("--").partition("=")
-        if key in OWN_KEYS and (equals or word.startswith("--")):
+        if key in PLAN_KEYS and (equals or word.startswith("--")):
             values[key] = text if equals else next(rest, "")
         else:
             words.append(word)
@@ -122,7 +122,8 @@ def _target(texts: dict[str, str]) -> Target | None:
 
 
 def _print_plan(cfg: DictConfig, as_json: bool, target: Target | None) -> None:
-    with cli_errors(), attribute_errors_to_user_code():  # Hydra would print its own lines
+    # If an error reached Hydra, Hydra would print lines of its own about it.
+    with cli_errors(), attribute_errors_to_user_code():
         job = checked_job(resolve(cfg))
         # torch takes a second to import, so report a mistyped key first.
         from mingpt_ddp.study.planning.plan import make_plan
@@ -203,8 +204,8 @@ def _strategy_lines(plan: dict[str, Any]) -> list[str]:
     lines += [f"{name}: {r['reason']}" for name, r in plan["strategies"].items() if r["reason"]]
     lines.append(
         f"each rank has {human_size(plan['memory_bytes'])} of memory; the peaks are accurate to "
-        "10% for steps on a GPU without torch.compile; CUDA itself needs 0.5 GiB more, and NCCL's "
-        "buffers and fragmentation also add to them"
+        "10% for steps on a GPU without torch.compile; in addition, CUDA itself needs 0.5 GiB, and "
+        "NCCL's buffers and fragmentation need some more"
     )
     return lines
 

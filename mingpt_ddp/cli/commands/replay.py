@@ -1,15 +1,16 @@
-"""Train some steps of a run again, and compare the hashes with the recorded hashes.
+"""Train some steps of a run again, and check that the weights have the recorded hashes.
 
     python -m mingpt_ddp replay RUN steps=100
 
 RUN        path or fsspec URL of a run directory, or of a directory of snapshots
 steps      number of steps between a snapshot (or the start of the run) and a later snapshot
 nproc_per_node
-           number of ranks; with ddp.reduction=canonical any number (the default is 1), otherwise as many as the run had
-words      more words for the command line that trains, such as words="--config-dir=DIR model=NAME" for your own code
+           number of ranks. With ddp.reduction=canonical, it can be any number, and the default is 1. Otherwise it must be the
+           number of ranks that the run had, which is the default
+words      additional arguments of the train command, such as words="--config-dir=DIR model=NAME" for your own code
 
-The exit code is 0 if the hashes of model, optimizer and EMA are the same. It is 1 if they differ, and 3 if they differ but
-the cause may be something other than damage, such as another GPU.
+The exit code is 0 if model, optimizer and EMA have the recorded hashes. It is 1 if a hash differs. It is 3 if a hash differs
+but the cause may be something other than damage, such as a different GPU.
 
 A replay finds damage that ranks cannot find by comparing each other: a flipped bit in an activation or a gradient, or a
 snapshot that was changed together with its manifest.
@@ -25,6 +26,8 @@ from mingpt_ddp.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayConfig:
+    """The keys of the command line, as the usage above describes them."""
+
     url: str
     steps: PositiveInt
     nproc_per_node: PositiveInt | None = None

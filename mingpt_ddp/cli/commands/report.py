@@ -7,7 +7,7 @@
 runs       run directories, or directories with runs one or two levels below them; write ./compare for a directory of this name
 compare    print which setting is better, by how much, and how certain this is, instead of the table and the page; also add the
            verdict to outputs/experiments.jsonl
-metric     the number of result.json that ranks the jobs: metric=val_loss if lower is better, metric=-val_accuracy if higher is
+metric     the number in result.json that ranks the jobs: metric=val_loss if lower is better, metric=-val_accuracy if higher is
 watch      write the page again every few seconds until all jobs have ended, or until Ctrl-C; the page reloads itself in a browser;
            if there is no run yet, the command waits for one
 format     text (the default), or json to print a JSON document instead
@@ -17,11 +17,11 @@ parameters and settings. The page of a single run also has all measurements, sam
 is report.html in it. For several directories it is report-NAME+OTHER.html next to them. The page needs plotly:
 pip install 'mingpt_ddp[report]'.
 
-Jobs with equal settings but different run.seed are replicates. They share a row, with the mean, its 95% interval (Student's t),
-the standard deviation and the number of seeds. The best mean comes first. If all rows with two or more seeds share at least
-three seeds, the means of the shared seeds decide which row is the best; otherwise the means of all seeds decide. Seeds that
-another version of your files has trained have their own row, unless you add accept_code=true (or run.accept_code=true was set
-in a run). A seed has diverged if its loss is not finite. A row with a diverged seed has no mean, comes last, and is never the best.
+Jobs with equal settings but different run.seed are replicates. They share a row, with the mean, its 95% interval (Student's t), the
+standard deviation and the number of seeds. The best mean comes first. If all rows with two or more seeds share at least three
+seeds, the means of the shared seeds decide which row is the best; otherwise the means of all seeds decide. Jobs that another
+version of your Python files has trained have their own row, unless you add accept_code=true (or run.accept_code=true was set in a
+run). A seed has diverged if its loss is not finite. A row with a diverged seed has no mean, comes last, and is never the best.
 
 The JSON document has "objective", "better" (lower or higher), "parameters", "notes" and "groups", best first. Each group has
 "name", "parameters", "n" (complete seeds), "mean", "deviation", "low" and "high" (the interval), and "jobs". Each job has

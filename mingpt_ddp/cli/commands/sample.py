@@ -8,7 +8,7 @@ prompt          start of the text; - reads it from standard input
 max_new_tokens  number of tokens to generate (500)
 temperature     divides the logits: a value below 1 makes the text more predictable, 0 always takes the likeliest token (0.8)
 top_k           sample from the k likeliest tokens (all)
-top_p           sample from the likeliest tokens that have the probability p together (all)
+top_p           sample from the likeliest tokens whose probabilities add up to p (all)
 seed            seed of the random numbers; another seed gives another text (1)
 samples         number of texts to generate (1)
 device          auto (the default, uses the GPU if there is one), cpu or cuda

@@ -62,11 +62,15 @@ HEADINGS = (
 
 @dataclass(frozen=True)
 class ListConfig:
+    """The key of the commands `list` and `verify`, as the usage above describes it."""
+
     url: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class PruneConfig(ListConfig):
+    """The keys of the command `prune`, as the usage above describes them."""
+
     keep_last: PositiveInt
     keep_best: bool = True
     keep_every: PositiveInt | None = None
@@ -196,7 +200,8 @@ def prune(config: PruneConfig) -> int:
         whole = list(itertools.islice(intact, config.keep_last))
         if not whole:
             raise SnapshotError(
-                f"there is no whole snapshot at {store.url}, so prune has deleted nothing"
+                f"there is no whole snapshot at {store.url}, so prune has deleted nothing; "
+                "`snapshots verify` shows what is wrong with each snapshot"
             )
         newest = whole[0]
         best = None

@@ -1,4 +1,8 @@
-"""The train command. It starts the fork server of the local workers first, to save time."""
+"""The train command.
+
+To save time, it first starts the fork server: a process that imports torch, and then forks the
+local workers.
+"""
 
 import contextlib
 import sys

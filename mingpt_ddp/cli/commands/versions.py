@@ -8,8 +8,8 @@ A B ...      commits or branches of this checkout, or directories; . stands for 
 key=value    keys as for training, the same for all versions. --config-dir=DIR and absolute paths of code inside this checkout
              are replaced by the same paths in each version. All other paths stay as they are
 run.seed     two or more seeds, separated by commas; one is enough for require=same_bits
-until        until=decided trains one seed after another, and stops when each version is known to be better, worse, or different
-             by less than care. Give it about 12 seeds: with too few, nothing can be decided
+until        until=decided trains one seed after another. It stops when each version is known to be better or worse than the first
+             one, or to differ from it by less than care. Give it about 12 seeds: with too few, nothing can be decided
 care         for until=decided: a difference in the loss that is too small to matter
 require      same_bits or not_worse (by more than chance). The exit code is 1 if a version does not meet the requirement, and the
              last line gives the reason
@@ -18,10 +18,11 @@ Jobs run one after another in the order A B B A A B, so that a machine that beco
 command is killed, run it again: it continues, and trains no job twice. If the code (also of .) or the configuration has changed
 since then, a new comparison begins.
 
-The verdict has three parts. The first is the difference of the losses, with interval and p. It is paired by seed if there are at
-least three seeds, and corrected for several versions (Holm). The second is the difference of the speeds, by the median time of a
-step and the time from the first step to the end. The third is whether the last weights and optimizer states have the same bits.
-The verdict is also added to outputs/experiments.jsonl. The runs are in outputs/versions-HASH/NUMBER-VERSION,run.seed=N.
+The verdict has three parts. The first is the difference of the losses, with its 95% interval and p-value. It is paired by seed if
+there are at least three seeds, and corrected for several versions (Holm). The second is the difference of the speeds, by the
+median time of a step and the time from the first step to the end. The third is whether the last weights and optimizer states have
+the same bits. The verdict is also added to outputs/experiments.jsonl. The runs are in
+outputs/versions-HASH/NUMBER-VERSION,run.seed=N.
 """  # noqa: E501
 
 import contextlib
@@ -41,10 +42,11 @@ from mingpt_ddp.process.root_cause import cli_errors
 from mingpt_ddp.process.terminal import echo
 from mingpt_ddp.study.versions.comparison import compare_versions
 
-OWN_KEYS = ("run.seed", "require", "until", "care")
+VERSIONS_KEYS = ("run.seed", "require", "until", "care")
 SEEDS = range(2**63)
 REQUIREMENTS = (None, "same_bits", "not_worse")
-REFUSED = re.compile(r"-m$|--multirun$|\+*(run\.(name|resume)|hydra\.searchpath)=")
+# Words that cannot be combined with this command, which sets these keys itself.
+REFUSED_WORD = re.compile(r"-m$|--multirun$|\+*(run\.(name|resume)|hydra\.searchpath)=")
 
 
 def main() -> None:
@@ -73,7 +75,10 @@ def _command(words: list[str]) -> int:
     check(required in REQUIREMENTS, f"require={required} must be same_bits or not_worse")
     seeds = _parse_seeds(own.get("run.seed", ""), 1 if required == "same_bits" else 2)
     until = own.get("until")
-    check(until in (None, "decided"), f"until={until} must be decided; write that, or leave it out")
+    check(
+        until in (None, "decided"),
+        f"until={until} is not valid; write until=decided, or leave it out",
+    )
     care = _parse_care(own["care"]) if "care" in own else None
     check(
         care is None or until is not None, "care needs until=decided; add that, or leave out care"
@@ -84,14 +89,14 @@ def _command(words: list[str]) -> int:
 
 
 def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the values of OWN_KEYS by key, and the other words, which configure the training."""
+    """Return the values of VERSIONS_KEYS, and the other words, which configure the training."""
     values = {}
     others = []
     for word in words:
         key, _, value = word.removeprefix("--").partition("=")
-        check(not REFUSED.match(word), f"{word} cannot be used with versions; leave it out")
+        check(not REFUSED_WORD.match(word), f"{word} cannot be used with versions; leave it out")
         refuse_credentials(key, value)
-        if key in OWN_KEYS:
+        if key in VERSIONS_KEYS:
             values[key] = value
         else:
             advice = "versions compares one setting: give one value (only run.seed has several)"
@@ -129,7 +134,10 @@ def _parse_seeds(text: str, least: int) -> list[int]:
     words = text.split(",")
     are_short = all(word.isdecimal() and len(word) <= len(str(SEEDS.stop)) for word in words)
     seeds = {*map(int, words)} if are_short else set()
-    check(all(seed in SEEDS for seed in seeds), f"run.seed={text:.100} has a seed of 2**63 or more")
+    check(
+        all(seed in SEEDS for seed in seeds),
+        f"run.seed={text:.100} has a seed of 2**63 or more; use smaller seeds",
+    )
     advice = "one seed cannot show what chance does; write run.seed=1,2,3,4,5"
     check(len(seeds) >= least, f"run.seed={text:.100} must be several seeds: {advice}")
     return sorted(seeds)

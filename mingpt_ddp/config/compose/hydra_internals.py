@@ -27,14 +27,15 @@ class _ArgumentParser(argparse.ArgumentParser):
 
 
 @contextlib.contextmanager
-def own_parser() -> Iterator[None]:
+def patched_argument_parser() -> Iterator[None]:
     """Let Hydra parse the command line with `_ArgumentParser` inside this context.
 
-    Only the module of Hydra gets the replaced argparse. All other code keeps the real one.
+    Only Hydra's module `hydra._internal.utils` sees the replacement. All other code keeps the
+    argparse of the standard library.
     """
-    replaced = {**vars(argparse), "ArgumentParser": _ArgumentParser}
+    replacement = {**vars(argparse), "ArgumentParser": _ArgumentParser}
     hydra_utils: Any = utils
-    hydra_utils.argparse = types.SimpleNamespace(**replaced)
+    hydra_utils.argparse = types.SimpleNamespace(**replacement)
     try:
         yield
     finally:

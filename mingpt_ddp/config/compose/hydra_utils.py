@@ -18,7 +18,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
 from mingpt_ddp import __version__
-from mingpt_ddp.config.compose.hydra_internals import own_parser
+from mingpt_ddp.config.compose.hydra_internals import patched_argument_parser
 from mingpt_ddp.config.config import default_values
 from mingpt_ddp.config.hints import known_keys, suggest
 from mingpt_ddp.config.keys.schema import GROUPS
@@ -33,7 +33,7 @@ VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if UNCHECKED is None else
 FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 SWITCHES = ("--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun", "--info")
 # Options with which Hydra prints a text instead of calling the task.
-PRINTING = ("--hydra-help", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
+PRINTING_OPTIONS = ("--hydra-help", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
 SWEEPER = "hydra_plugins.mingpt_ddp_sweeper.JobSweeper"
 FLAGS = (
     *SWITCHES,
@@ -54,12 +54,13 @@ class JobSweeperConf:
 
 
 def _store_defaults() -> None:
-    """Register the schema's defaults with Hydra, so that YAML files contain only other values.
+    """Register the schema's defaults with Hydra, so that YAML files need not repeat them.
 
-    conf/mingpt_ddp.yaml begins with `schema`, which has the groups with one dataclass. Each preset
-    of the other groups begins with the defaults of its own dataclass, as in
-    `defaults: [/schema/model/gpt@_here_]`. Presets of data begin with the defaults of `data/text`.
-    Without `@_here_`, the defaults would only reach groups at the top of a configuration.
+    conf/mingpt_ddp.yaml begins with `schema`, which has the defaults of all groups that have only
+    one dataclass. Each preset of the other groups begins with the defaults of its own dataclass, as
+    in `defaults: [/schema/model/gpt@_here_]`. Presets of data begin with the defaults of
+    `data/text`. Without `@_here_`, the defaults would only reach groups at the top of a
+    configuration.
 
     Users can register keys for the groups with several dataclasses. Hydra therefore accepts any key
     in these groups without a +. `from_mapping` refuses keys that nobody has registered.
@@ -92,7 +93,7 @@ def config_directory() -> Path:
 
 
 def run_hydra(task: Callable[[DictConfig], Any]) -> str:
-    """Compose the configuration and call `task` with it. With -m, do so for each job.
+    """Compose the configuration and call `task` with it. With -m, call it for each job.
 
     Returns:
         The text that an option of Hydra such as --cfg prints instead. "" without such an option.
@@ -101,11 +102,11 @@ def run_hydra(task: Callable[[DictConfig], Any]) -> str:
         Exception: An error of `task`, or an error of Hydra, which `explain` turns into one line.
     """
     run = hydra_main(str(config_directory()), "config", **VERSION_BASE, **WHITELIST)(task)
-    if not {word.partition("=")[0] for word in sys.argv[1:]} & {*PRINTING}:
-        with own_parser():
+    if not {word.partition("=")[0] for word in sys.argv[1:]} & {*PRINTING_OPTIONS}:
+        with patched_argument_parser():
             run()
         return ""
-    with own_parser(), contextlib.redirect_stdout(io.StringIO()) as printed:
+    with patched_argument_parser(), contextlib.redirect_stdout(io.StringIO()) as printed:
         try:
             run()
         except SystemExit as end:  # the exit code is 0 after --hydra-help

@@ -1,4 +1,7 @@
-"""Build a job from the configuration that Hydra has composed, and from Hydra's global state."""
+"""Build a job from the configuration that Hydra has composed, and from Hydra's global state.
+
+A job is a run with its checked configuration, before it starts (config/job.py).
+"""
 
 from collections.abc import Collection, Iterable
 from dataclasses import replace
@@ -67,7 +70,10 @@ def compose_job(
 
 
 def command_line_keys(overrides: Iterable[str]) -> frozenset[str]:
-    """Return the keys that overrides set, and the keys that contain them."""
+    """Return the keys that overrides set, and the keys that contain these keys.
+
+    An override of model.part_settings.window also sets model.part_settings.
+    """
     keys = {*map(key_of, overrides)}
     return frozenset(keys | {key_of_group(key) for key in keys})
 

@@ -35,7 +35,8 @@ def key(
         default: Default value, or ... if the key is required.
         description: Sentences for docs/configuration.md and --help.
         unit: Unit of the value, such as steps. "" if it has none.
-        in_name: True if the key is part of the hash in the name of an unnamed run.
+        in_name: True if the value is part of the hash in the name that a run gets if run.name is
+            null.
         changes: Effect of the key on results. "training" changes the computation of a step,
             "rounding" only the last bits of its result. "end" changes the step at which the run
             ends, "measurement" the numbers that evaluations measure. "nothing" changes no result.
@@ -47,12 +48,16 @@ def key(
     )
 
 
-# Describe a key that is not part of a run's name, and by default does not change any result.
+# Describe a key that is not part of a run's name. Unless `changes` says otherwise, the key does not
+# change any result.
 neutral = partial(key, in_name=False, changes="nothing")
 
 
 def enters_name(field: dataclasses.Field[Any]) -> bool:
-    """Return True if a key is part of an unnamed run's name, like all keys that users register."""
+    """Return True if a key is part of the name that a run gets if run.name is null.
+
+    This is also the case for all keys that users register.
+    """
     return bool(field.metadata.get("json_schema_extra", {"in_name": True})["in_name"])
 
 

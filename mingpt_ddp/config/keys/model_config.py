@@ -40,17 +40,17 @@ ACTIVATION = (
     "Activation of the MLP: gelu, gelu_tanh (as in GPT-2), relu_squared, or the name that your "
     "code registers."
 )
-# The activations that count as an architecture's own. Other programs support models with them.
-OWN_ACTIVATIONS = {"gpt": ("gelu", "gelu_tanh"), "modern": ("relu_squared",)}
+# The standard activations of each architecture. Other programs support models with them.
+STANDARD_ACTIVATIONS = {"gpt": ("gelu", "gelu_tanh"), "modern": ("relu_squared",)}
 
 
 def changed_parts(model: Mapping[str, Any]) -> list[str]:
-    """List the parts that are not the architecture's own, as in [model.mlp=mine].
+    """List the parts of the blocks that are not standard for the architecture: [model.mlp=mine].
 
     Args:
         model: The keys of the group `model`. They may be untrusted.
     """
-    activations = OWN_ACTIVATIONS.get(str(model["architecture"]))
+    activations = STANDARD_ACTIVATIONS.get(str(model["architecture"]))
     if activations is None:
         # The user's own model is not made of these blocks. Its keys may have the same names.
         return []

@@ -26,7 +26,7 @@ class SweepConfig:
         "second job the second. null runs all combinations.",
     )
     sampler: Literal["tpe", "gp", "random"] | None = neutral(
-        None, "Method that draws the values of a search. null runs all combinations, a grid."
+        None, "Method that draws the values of a search. null runs all combinations (a grid)."
     )
     sampler_settings: dict[str, Any] | None = neutral(
         None,

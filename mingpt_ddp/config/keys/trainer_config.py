@@ -1,4 +1,4 @@
-"""The keys of the training loop."""
+"""The keys of the group `trainer`: limits, batches, precision, evaluations and stability."""
 
 # ruff: noqa: RUF009  key() returns a dataclass field
 from dataclasses import dataclass
@@ -72,8 +72,8 @@ class TrainerConfig:
     )
     eval_steps: PositiveInt | None = neutral(
         None,
-        "Evaluate as many windows as this many training steps have. null evaluates the whole "
-        "split.",
+        "Evaluate only as many windows as this number of training steps uses. null evaluates "
+        "the whole split.",
         "steps",
         changes="measurement",
     )

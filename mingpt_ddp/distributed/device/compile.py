@@ -16,7 +16,7 @@ from mingpt_ddp import torch_internals
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.keys.model_config import model_label
 from mingpt_ddp.config.keys.schema import DDPConfig
-from mingpt_ddp.config.user_code import is_own_model, is_user_defined
+from mingpt_ddp.config.user_code import is_custom_model, is_user_defined
 from mingpt_ddp.data.dataloader import BatchPlan
 from mingpt_ddp.distributed.device.device import cpu_id
 from mingpt_ddp.errors import ConfigError
@@ -55,8 +55,8 @@ def should_compile(config: Config, device: torch.device, world_size: int = 1) ->
         return False
     missing = _missing_requirement(device) if wanted else None
     if wanted == "auto":
-        is_own = is_own_model(config.model)
-        return device.type == "cuda" and not is_own and missing is None
+        is_custom = is_custom_model(config.model)
+        return device.type == "cuda" and not is_custom and missing is None
     if missing is not None:
         raise ConfigError(
             f"trainer.compile={str(wanted).lower()} needs {missing} on this machine; "

@@ -1,4 +1,4 @@
-"""The cores and memory of this machine, and how many processes it can run. Needs no torch."""
+"""Find the cores and memory of this machine, and how many processes it can run, without torch."""
 
 import contextlib
 import os

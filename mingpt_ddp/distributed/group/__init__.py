@@ -1,1 +1,1 @@
-"""How the ranks of an attempt find each other, exchange values, and notice a failure."""
+"""How the ranks find each other at each start of a run, exchange values, and notice a failure."""

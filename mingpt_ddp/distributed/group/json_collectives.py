@@ -133,7 +133,7 @@ class JsonCollectives:
         Raises:
             UserError: The call has raised this error. It is raised on every rank.
             OSError: The call has raised another error of the class `shared_errors`. The message
-                names the rank, and the errno is that of the original error.
+                names the rank, and the errno is the same as in the original error.
         """
         result = self._attempt(work) if self.is_rank_zero else CallResult()
         return self._value_or_raise(self.broadcast_json(result.packed), result)

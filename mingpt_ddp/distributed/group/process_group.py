@@ -1,5 +1,7 @@
 """The process group of one attempt: collectives and the heartbeat.
 
+An attempt is one start of all ranks of a run. If a rank fails, all ranks start again, in a new
+attempt.
 With a single process, every collective returns its input, so callers need not check the number of
 ranks.
 """
@@ -77,8 +79,8 @@ class ProcessGroup(JsonCollectives):
             ConfigError: The ranks cannot be divided into copies of the model.
         """
         super().__init__(env)
-        # Collectives of the snapshot thread, which runs concurrently with the training thread.
-        self.io = JsonCollectives(env, shared_errors=Exception)
+        # For the snapshot thread, which runs concurrently with the training thread.
+        self.snapshot_collectives = JsonCollectives(env, shared_errors=Exception)
         # Collectives without a timeout. The training thread uses them before training, when there
         # is no snapshot thread yet.
         self._untimed = JsonCollectives(env)
@@ -103,8 +105,8 @@ class ProcessGroup(JsonCollectives):
         # True while the snapshot thread of this rank writes a snapshot or waits for other ranks.
         self.is_writing = False
         self._job_store: dist.Store | None = None  # store that all attempts of the job share
-        # A single worker that has an agent joins too. If its agent has died, there is no store, and
-        # the worker fails.
+        # A single worker that has an agent (a launcher that restarts it) joins too. If the agent
+        # has died, there is no store, and the worker fails.
         if self.world_size > 1 or env.has_agent:
             self._job_store, self.store = join(env, job, self.timeout_s)
         self.closed = threading.Event()
@@ -134,7 +136,7 @@ class ProcessGroup(JsonCollectives):
         # The timeout is long, because ranks may have to wait until storage is available again. Gloo
         # notices a dead peer regardless of the timeout.
         io_group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
-        self.io = JsonCollectives(self.env, io_group, shared_errors=Exception)
+        self.snapshot_collectives = JsonCollectives(self.env, io_group, shared_errors=Exception)
         self._untimed = JsonCollectives(self.env, io_group)
         if device.type == "cuda" and backend in ("auto", "nccl"):
             uuid = str(torch.cuda.get_device_properties(device).uuid)

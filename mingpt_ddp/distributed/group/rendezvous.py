@@ -1,5 +1,7 @@
 """The rendezvous: how the ranks of one attempt find each other in a key-value store.
 
+An attempt is one start of all ranks of a run.
+
 The launcher's store outlives the workers: after a restart it still holds the addresses of dead
 processes. Therefore every process writes a fresh id. Rank zero sends an invitation to each id that
 it finds, and the process with this id confirms it. A dead process cannot confirm. Once one process

@@ -59,7 +59,7 @@ class WorkerEnds:
 
 
 class Channels:
-    """The launcher's ends of the channels to the workers of one attempt."""
+    """The launcher's ends of the channels to the workers, for one start of all workers."""
 
     def __init__(self, pruner: PrunerCallback | None, has_console: bool) -> None:
         """
@@ -119,9 +119,9 @@ class Channels:
             answer.cancel()
 
     def error(self) -> UserError | None:
-        """Return the first error that a worker sent, or None. Call this after all have exited."""
+        """Return the first error that a worker sent, or None. Call it after all workers exited."""
         errors = list[UserError]()
-        with contextlib.suppress(EOFError):  # all of them have been read
+        with contextlib.suppress(EOFError):  # all outcomes have been read
             while self._outcomes.poll():
                 outcome = Outcome.from_json(self._outcomes.recv_bytes(MAX_LINE_BYTES).decode())
                 if outcome.error is not None:

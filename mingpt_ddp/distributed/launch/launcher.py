@@ -52,7 +52,9 @@ class Launch:
 
     job: Job
     pruner: PrunerCallback | None = None  # called with each evaluation; None outside of a search
-    slot: Slot | None = None  # slot of a concurrent job; None for the whole machine and the console
+    # Share of the machine for one of several concurrent jobs. None if the job has the whole
+    # machine, and writes to the console.
+    slot: Slot | None = None
     threads: int | None = None  # threads of each worker; None for an equal share of the cores
 
 
@@ -206,8 +208,10 @@ class _WorkerGroup:
         can_tell = code not in (0, preempted_code) or self.first.is_standalone
         received = self.forwarder.received
         number = received[-1] if received and can_tell else 0
-        if code == -number < 0:  # the signal came before they could handle it
-            log.error("ended by %s; rerun the same command", signal.Signals(number).name)
+        if code == -number < 0:  # the signal came before the workers could handle it
+            log.error(
+                "the run was ended by %s; rerun the same command", signal.Signals(number).name
+            )
         is_own_code = code in (0, FAILURE, USER_ERROR, EX_TEMPFAIL, preempted_code) or code > 128
         if not is_own_code and not number:  # the worker could not log this itself
             how = f"exited with code {code}, because your code or a library called exit()"

@@ -3,7 +3,9 @@
 import os
 from dataclasses import dataclass
 
-CORES = "MINGPT_DDP_CORES"  # environment variable with the cores of a worker, such as 0,1
+CORES_VARIABLE = (
+    "MINGPT_DDP_CORES"  # environment variable; its value lists the cores of a worker, such as 0,1
+)
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,7 @@ class Slot:
 
     def environ(self) -> dict[str, str]:
         """Return the environment variables that keep the workers of a job in this slot."""
-        variables = {CORES: ",".join(map(str, self.cores))}
+        variables = {CORES_VARIABLE: ",".join(map(str, self.cores))}
         if self.gpus is not None:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
         return variables
@@ -45,7 +47,7 @@ def divide(n: int, cores: list[int], per_job: int, gpus: list[str] | None) -> li
 
 def bind_cores() -> None:
     """Keep this process and its children on the cores of its slot, if it has one."""
-    cores = os.environ.pop(CORES, None)
+    cores = os.environ.pop(CORES_VARIABLE, None)
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
 

@@ -1,4 +1,4 @@
-"""Start the worker processes of one attempt, forward signals to them, and wait for their end."""
+"""Start the worker processes of a run, forward signals to them, and wait for their end."""
 
 import contextlib
 import importlib
@@ -20,7 +20,9 @@ from mingpt_ddp.process.interrupts import SIGNALS, handle
 from mingpt_ddp.process.linux import STOPPED, read_state, set_process_name
 from mingpt_ddp.process.parent_watch import die_with_parent
 
-COMMAND = "mingpt_ddp.cli.train_job"  # imported by name, because it is in a higher layer
+TRAIN_MODULE = (
+    "mingpt_ddp.cli.train_job"  # imported only when it runs, because it is in a higher layer
+)
 INTERRUPT_S = 2.0  # seconds for workers to exit by themselves after a second Ctrl-C
 
 
@@ -195,4 +197,4 @@ def run_worker(
     with contextlib.suppress(ValueError, RuntimeError):
         torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
     set_process_name(f"rank {environ['RANK']}")
-    importlib.import_module(COMMAND).train_as_worker(job, ends)
+    importlib.import_module(TRAIN_MODULE).train_as_worker(job, ends)

@@ -39,7 +39,10 @@ WARMUP_PASSES = 2  # DDP rebuilds its buckets in these passes, and not after the
 
 
 class Strategy:
-    """Hold the whole model on each rank. A method describes what one rank does."""
+    """A way to train one model on several ranks. Each rank calls the methods of its own instance.
+
+    This base class holds the whole model on each rank.
+    """
 
     name = "single"
     # How a rank holds the weights, their average (trainer.ema) and their gradients.
@@ -72,7 +75,9 @@ class Strategy:
         self.warmup_passes = WARMUP_PASSES + 1 if compiles else 0
 
     def check_start(self, micro_batch_size: int, recorded: Mapping[str, Any] | None) -> None:
-        """Refuse a start that would change the bits of a run that promises them. A collective.
+        """Refuse a start that would change the bits of a run with ddp.reduction=canonical.
+
+        A collective.
 
         Args:
             recorded: The state.json of the snapshot that the run resumes from. It is untrusted
@@ -196,8 +201,8 @@ class Strategy:
     def micro_batches(self, batch: list[MicroBatch], plan: BatchPlan) -> list[MicroBatch]:
         """Return the micro-batches of this rank's passes, with the scales of their losses.
 
-        If passes are collectives and other ranks have one more, this rank repeats its last
-        micro-batch with scale 0.
+        If passes are collectives and other ranks have one more micro-batch, this rank repeats its
+        last micro-batch with scale 0.
         """
         scale = self.loss_scale(plan)
         divisor = plan.n_micro * self.group.tensor_size  # ranks of a copy have equal losses
@@ -208,7 +213,7 @@ class Strategy:
         return passes
 
     def loss_scale(self, plan: BatchPlan) -> float:
-        """Return the factor of a micro-batch's loss before its backward pass.
+        """Return the factor by which a micro-batch's loss is multiplied before its backward pass.
 
         The loss of a step is the mean over its micro-batches. Later, the gradients are also
         averaged over ranks.

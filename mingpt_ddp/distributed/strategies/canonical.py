@@ -80,7 +80,7 @@ class CanonicalStrategy(Strategy):
         # metrics, in the order of _names.
         self._summed_shares = torch.empty(0)
         self._names: list[str] = []
-        self._first_buffers: list[Tensor] = []  # copies from before the first step
+        self._first_buffers: list[Tensor] = []  # copies of the buffers, made before the first step
         self._n_micro_batches = 0  # number of micro-batches in a step, over all ranks
         self._n_rounds = 0  # number of rounds that have begun in this step
 
@@ -175,7 +175,7 @@ class CanonicalStrategy(Strategy):
             others = ", ".join(sorted({*shares} ^ {*self._names}))
             raise TrainingError(
                 "ddp.reduction=canonical needs the same losses and metrics in every micro-batch; "
-                f"some micro-batches lack {others}"
+                f"some micro-batches lack {others}; return them for every micro-batch"
             )
         self._reducer.wait()
         gradients = []

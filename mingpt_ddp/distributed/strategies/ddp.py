@@ -23,7 +23,7 @@ from mingpt_ddp.distributed.group.ordered_sum import build_reducer
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.strategies.base import WARMUP_PASSES, Strategy
 
-ALL_REDUCE = "all_reduce of gradients"  # name of the events in a profile
+ALL_REDUCE_EVENT = "all_reduce of gradients"  # name of this event in the profiler
 TIMED_EVERY = 10  # DDP times every tenth step
 # These hooks round gradients and their sums to 16 bits. fp16 has more precision, and bf16 has the
 # range of fp32.
@@ -46,7 +46,7 @@ class BucketAverage:
     """Average all buckets of a step in one round of a reducer, in the order of ranks.
 
     It waits for the last bucket: starting earlier gains nothing, because the cores that would add
-    the first buckets are computing the others.
+    the first buckets are still computing the gradients of the later ones.
     """
 
     def __init__(self, group: ProcessGroup, parameters: list[nn.Parameter]) -> None:
@@ -150,7 +150,7 @@ class DDPStrategy(Strategy):
             self._iteration += 1
             self._hook_s.pop(self._iteration - 2 * TIMED_EVERY, None)
         start = time.perf_counter()
-        with torch.profiler.record_function(ALL_REDUCE):
+        with torch.profiler.record_function(ALL_REDUCE_EVENT):
             future = all_reduce(bucket)
         self.all_reduce_s += time.perf_counter() - start
         self._hook_s[self._iteration] = self.all_reduce_s

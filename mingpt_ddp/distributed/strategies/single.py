@@ -1,4 +1,4 @@
-"""One rank: the model itself, compiled if requested."""
+"""The strategy single: one rank trains the model itself, compiled if requested."""
 
 from dataclasses import replace
 from typing import final

@@ -61,7 +61,7 @@ class OwnedState(Strategy):
         return model
 
     def update(self, model: nn.Module, optimizer: Optimizer, scaler: GradScaler) -> None:
-        """Update the parameters of this rank, then receive the others.
+        """Update the parameters that this rank owns, then receive the ones of the other ranks.
 
         An optimizer skips a parameter without a gradient and creates no state for it. The scaler
         has checked all gradients before. If an optimizer creates all state when it is built, the

@@ -80,8 +80,8 @@ def _model_card(snapshot: Snapshot, license: str | None) -> bytes:
     where neither Markdown nor YAML interprets it.
 
     Args:
-        license: Identifier of a license, which YAML must read as text. None if the card is not to
-            name a license.
+        license: Identifier of a license. YAML must read it as text, not as a number or a date.
+            None to name no license.
     """
     licensed = f"license: {license}\n" if license else ""
     facts = f"Step {snapshot.step}"

@@ -49,7 +49,7 @@ def transformers_files(snapshot: Snapshot) -> dict[str, Content]:
     """Create the files of an export for transformers, by name.
 
     Raises:
-        SnapshotError: transformers cannot load a model of this kind, or the snapshot is damaged.
+        SnapshotError: transformers cannot load this architecture, or the snapshot is damaged.
     """
     architecture = _architecture(snapshot.state)
     unsupported = changed_parts(snapshot.state["config"]["model"])
@@ -107,7 +107,8 @@ def _architecture(state: Any) -> str:
         return str(state["config"]["model"]["architecture"])
     except (LookupError, TypeError) as error:
         raise SnapshotError(
-            "the snapshot has an invalid state: it does not name the architecture of the model"
+            "the snapshot has an invalid state: it does not name the architecture of the model; "
+            "use another snapshot"
         ) from error
 
 

@@ -62,7 +62,7 @@ def read_initial_weights(url: str) -> InitialWeights:
     with _as_snapshot_error(url):
         weights = _read(storage, url)
         layers = weights.model.get("n_layer")
-        # Refuse an impossible number of layers now: building the layers would take long.
+        # Refuse an impossible number of layers now: building the layers would take a long time.
         if type(layers) is int and layers > len(weights.tensors):
             raise ValueError(f"n_layer is {layers}, but there are {len(weights.tensors)} tensors")
         # Raise an error if a token has surrogates, which UTF-8 cannot encode.

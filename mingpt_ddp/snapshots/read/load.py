@@ -20,14 +20,14 @@ from mingpt_ddp.storage.yaml_and_json import MAX_YAML_BYTES, load_yaml
 
 # Selects a snapshot. "best" is the one with the lowest validation loss.
 Step: TypeAlias = int | Literal["newest", "best"]
-ADVICE = "name a run directory, its snapshots or one of them"
+URL_ADVICE = "name a run directory, the directory of its snapshots, or one snapshot"
 
 
 def locations(url: str) -> Iterator[str]:
     """Yield the URLs at which the snapshots of a run may be.
 
-    If the configuration of the run's last start names a location outside the run directory, it
-    comes first.
+    The configuration of the run's last start may name a location outside the run directory. Then
+    that location comes first.
 
     Args:
         url: URL of the run directory, or of the directory of its snapshots.
@@ -74,8 +74,8 @@ def refuse_other_location(store: SnapshotStore, directory: Path) -> None:
     for url in locations(str(directory)):
         if url in (store.url, str(directory)):
             continue
-        other = _open_store(url)
-        if any(map(other.is_committed, other.steps())):
+        other_store = _open_store(url)
+        if any(map(other_store.is_committed, other_store.steps())):
             where = redact(url)
             raise SnapshotError(
                 f"the run has snapshots at {where}, but none at {redact(store.url)}; add "
@@ -98,8 +98,8 @@ def snapshot_to_resume(
         kinds: Kinds of tensors to read from `source` as well, to find out now if they are damaged.
 
     Raises:
-        SnapshotError: Another version wrote the snapshot, in another format, or the run has
-            snapshots at another location only.
+        SnapshotError: This version cannot read the format in which the snapshot was written, or the
+            run has snapshots at another location only.
         StorageUnavailableError: The store does not respond.
     """
     if newest := store.newest_state():
@@ -144,7 +144,9 @@ def find_steps(url: str) -> tuple[SnapshotStore, list[int]]:
     if found := _first_store([url] if is_link else [f"{url}/snapshots", url]):
         return found
     elsewhere = f"{url}/snapshots" if is_link else _recorded_url(url)
-    advice = f"the run saves them at {redact(elsewhere)}: name that URL" if elsewhere else ADVICE
+    advice = (
+        f"the run saves them at {redact(elsewhere)}: name that URL" if elsewhere else URL_ADVICE
+    )
     raise SnapshotError(f"there are no snapshots at {url}{_if_missing(url)}; {advice}")
 
 
@@ -176,7 +178,9 @@ def load(
         if found and step == "newest" and (newest := found[0].read_latest(kinds, whole)):
             return newest
         if not found or step == "newest":
-            raise SnapshotError(f"there is no whole snapshot at {url}{_if_missing(url)}; {ADVICE}")
+            raise SnapshotError(
+                f"there is no whole snapshot at {url}{_if_missing(url)}; {URL_ADVICE}"
+            )
         store, steps = found
         wanted = step
     if wanted == "best":

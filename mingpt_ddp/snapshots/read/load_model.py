@@ -11,7 +11,7 @@ from mingpt_ddp.config.builders import attribute_errors_to_user_code
 from mingpt_ddp.config.config import build_group
 from mingpt_ddp.config.keys.model_config import ModelConfig, TransformerConfig, changed_parts
 from mingpt_ddp.config.recorded import without_unknown
-from mingpt_ddp.config.user_code import is_own_model
+from mingpt_ddp.config.user_code import is_custom_model
 from mingpt_ddp.config.validation import NotRegisteredError
 from mingpt_ddp.data.tokenizers.tokenizer import Tokenizer, tokenizer_from_state
 from mingpt_ddp.errors import ConfigError, SnapshotError, command
@@ -73,7 +73,9 @@ class ModelSpec:
                 "trust it, as in code=my_project/mine.py"
             ) from error
         except (ConfigError, TypeError, ValueError) as error:
-            raise SnapshotError(f"the snapshot has an invalid state: {error}") from error
+            raise SnapshotError(
+                f"the snapshot has an invalid state: {error}; use another snapshot"
+            ) from error
 
 
 def read_model_spec(state: Any) -> ModelSpec:
@@ -85,7 +87,8 @@ def read_model_spec(state: Any) -> ModelSpec:
     """
     if isinstance(state, dict) and "data" in state:  # the data are samples, not a text
         raise SnapshotError(
-            f"the snapshot's task is not a language model; measure it with {command('evaluate')}"
+            "the snapshot's task is not a language model; evaluate its model with "
+            f"{command('evaluate')}"
         )
     try:
         tokenizer = tokenizer_from_state(state)
@@ -98,7 +101,9 @@ def read_model_spec(state: Any) -> ModelSpec:
         model = without_unknown({"model": config["model"]})["model"]
         return ModelSpec(dict(model), max(1, block_size), tokenizer)
     except (ConfigError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise SnapshotError(f"the snapshot has an invalid state: {error}") from error
+        raise SnapshotError(
+            f"the snapshot has an invalid state: {error}; use another snapshot"
+        ) from error
 
 
 def build_from_tensors(
@@ -116,7 +121,7 @@ def build_from_tensors(
         SnapshotError: The tensors do not fit the configuration.
     """
     # A user's constructor may compute buffers, so it needs real memory.
-    if is_own_model(config):
+    if is_custom_model(config):
         model = build_model(config, *sizes)
         load_model_state(model, tensors)
         return model

@@ -17,7 +17,7 @@ from mingpt_ddp.config.config import Config, build_group
 from mingpt_ddp.config.job import run_name
 from mingpt_ddp.config.keys.components import DataConfig
 from mingpt_ddp.config.recorded import without_unknown
-from mingpt_ddp.config.user_code import is_own_model
+from mingpt_ddp.config.user_code import is_custom_model
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.snapshots.read.initial_weights import (
@@ -37,7 +37,8 @@ class WarmStart:
     """The configuration of a run, and the weights that it starts from, if any."""
 
     config: Config  # the configuration of the run, with the model sizes of the weights
-    # The tokenizer of the weights, and the text that the run has recorded. See Task.extend.
+    # Argument of Task.extend: the state of the tokenizer that the weights were trained with. If the
+    # run resumes, also the hash and the format of its text, under the key `text`.
     initial_state: dict[str, Any]
     sizes: list[int | None]  # vocabulary size and context length, as in InitialWeights.sizes
     # The weights on rank zero, at the first start of the run, until `load_into` has loaded them.
@@ -57,8 +58,8 @@ class WarmStart:
         if not self.tensors:  # the run resumes, or starts from random weights
             return
         # A user's model may not work on the meta device.
-        is_own = is_own_model(self.config.model)
-        with contextlib.nullcontext() if is_own else torch.device("meta"):
+        is_custom = is_custom_model(self.config.model)
+        with contextlib.nullcontext() if is_custom else torch.device("meta"):
             model = build_model()
         _check_fit(model, self.tensors, {*zip(self.sizes, shape, strict=True)})
 
@@ -141,7 +142,8 @@ def _with_sizes(
 ) -> Config:
     """Return the configuration of the run with the sizes and the SHA-256 of the weights.
 
-    The sizes do not change the name of an unnamed run.
+    If run.name is not set, the name of the run is still made from the configuration without these
+    sizes.
 
     Raises:
         ConfigError: A key from the command line, or run.init_sha256, differs from the weights.
@@ -205,10 +207,11 @@ def _check_data_keys(config: Config, data: dict[str, Any]) -> None:
             raise _conflict(f"data.{key}", configured, value, url)
 
 
-def _conflict(key: str, value: Any, other: Any, url: str | None) -> ConfigError:
+def _conflict(key: str, value: Any, value_of_weights: Any, url: str | None) -> ConfigError:
     """Return the error for a key whose value differs from the value in the weights."""
     return ConfigError(
-        f"{key}={value} differs from run.init_from={url}, where it is {other}; leave {key} out"
+        f"{key}={value} differs from run.init_from={url}, where it is {value_of_weights}; leave "
+        f"{key} out"
     )
 
 
@@ -238,13 +241,14 @@ def _check_fit(model: nn.Module, tensors: dict[str, Any], resized: set[tuple[Any
             wrong.append(f"{name} has the wrong type, {kind}")
     if wrong:
         raise SnapshotError(
-            f"the weights of run.init_from do not fit the model: {', '.join(wrong[:3])}"
+            f"the weights of run.init_from do not fit the model: {', '.join(wrong[:3])}; use the "
+            "model that they were trained with, or choose other weights"
         )
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor.to(expected[name].dtype)).all():
             raise SnapshotError(
                 f"the weights of run.init_from cannot be used: {name} has values that are "
-                "not finite"
+                "not finite; choose other weights"
             )
 
 

@@ -28,11 +28,10 @@ BYTE_LEVEL: dict[str, Any] = {
 def padding(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the entries of tokenizer_config.json for the token that pads texts.
 
-    The token must be in the vocabulary of the model, because the embedding has no row for an added
-    one. Making it the padding token must not change how texts are encoded and decoded. This is
-    difficult if transformers takes it for a special token: special tokens are dropped from decoded
-    texts. If a text contains the name of a special token, the name is encoded as that token, unless
-    split_special_tokens is set.
+    The token must be in the vocabulary of the model, because the embedding has no row for a new
+    token. Making it the padding token must not change how texts are encoded and decoded. But it
+    does if transformers makes the token special. Then the token is dropped from decoded texts, and
+    its name in a text is encoded as this token, unless split_special_tokens is set.
     """
     state = tokenizer.state()
     special = [*special_tokens(tokenizer)]
@@ -80,7 +79,8 @@ def tokenizer_json(tokenizer: Tokenizer) -> bytes:
         vocabulary.encode()
     except UnicodeEncodeError as error:
         raise SnapshotError(
-            "the snapshot has an invalid state: its vocabulary has half a character (a surrogate)"
+            "the snapshot has an invalid state: its vocabulary has half a character (a surrogate); "
+            "use another snapshot"
         ) from error
     split = {
         "type": "Split",
@@ -164,9 +164,9 @@ def read_tokenizer(storage: Storage, names: list[str]) -> Tokenizer | None:
         return None
     tokenizer = BPETokenizer(text)
     is_bytes = tokenizer.tokens[:256] == [bytes([byte]) for byte in range(256)]
-    others = tokenizer.tokens[256:]
-    if is_bytes and others in ([], [END_NAME.encode()]):
-        return ByteTokenizer(has_end=bool(others))
+    further_tokens = tokenizer.tokens[256:]
+    if is_bytes and further_tokens in ([], [END_NAME.encode()]):
+        return ByteTokenizer(has_end=bool(further_tokens))
     return tokenizer
 
 
@@ -200,11 +200,11 @@ def _without_padding(text: str, values: dict[str, Any]) -> str:
     if not added:
         return text
     vocab = values["model"].get("vocab", {})
-    others = []
+    kept = []
     for token in added:
         name_and_id = (token["content"], token["id"])
         if name_and_id != (PADDING_BYTE, vocab.get(PADDING_BYTE)):
-            others.append(token)
-    if len(others) == len(added):
+            kept.append(token)
+    if len(kept) == len(added):
         return text
-    return json.dumps({**values, "added_tokens": others})
+    return json.dumps({**values, "added_tokens": kept})

@@ -28,7 +28,8 @@ from mingpt_ddp.snapshots.write.store import SnapshotStore
 
 log = logging.getLogger(__name__)
 
-# By file name: the tensors of a safetensors file by their names, or the bytes of another file.
+# The contents of files, by file name: named tensors for a safetensors file, bytes for any other
+# file.
 FileContents = dict[str, dict[str, Tensor] | bytes]
 
 
@@ -76,8 +77,8 @@ class AsyncSave(threading.Thread):
         self.staged = threading.Event()
         self.started_at = time.monotonic()
         self.duration_s = 0.0  # seconds from the start to the commit
-        # Why the save has not succeeded, the same on every rank. A `failure` of the store counts
-        # towards snapshot.max_failures. Any other `error` ends the run.
+        # The exception that ended the save, the same on every rank. A `failure` of the store counts
+        # towards snapshot.max_failures. An `error` of any other kind ends the run.
         self.failure: OSError | None = None
         self.error: Exception | None = None
         # For each GPU, the point in its training stream from which the tensors can be copied.
@@ -99,7 +100,9 @@ class AsyncSave(threading.Thread):
         group = self.runtime.group
         on_rank_zero = group.env.call_on_rank_zero
         try:
-            group.io.decide_on_rank_zero(self._stage_and_describe, self._check_staged)
+            group.snapshot_collectives.decide_on_rank_zero(
+                self._stage_and_describe, self._check_staged
+            )
             record = partial(
                 self.ledger.append, self.step, self._hashes, self.capture.settings_digest
             )
@@ -107,8 +110,8 @@ class AsyncSave(threading.Thread):
             write = partial(store.write_files, self.step, self._contents)
             commit = partial(store.commit, self.step, record=record)
             try:
-                group.io.run_on_rank_zero(partial(store.begin, self.step))
-                group.io.decide_on_rank_zero(write, commit)
+                group.snapshot_collectives.run_on_rank_zero(partial(store.begin, self.step))
+                group.snapshot_collectives.decide_on_rank_zero(write, commit)
             except OSError as error:
                 self._note_failure(error)
             else:

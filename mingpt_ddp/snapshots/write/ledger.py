@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mingpt_ddp.config.config import LIMITS, decides_bits
+from mingpt_ddp.config.config import LIMITS, may_change_results
 from mingpt_ddp.errors import reason
 from mingpt_ddp.snapshots.format import REQUIRED_KINDS, TENSOR_KINDS, directory_name, step_of
 from mingpt_ddp.snapshots.hashes import HashByKind
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 LEDGER = "snapshots.jsonl"
 MAX_BYTES = 1 << 26  # size limit of the file, enough for 268,000 snapshots
-# Keys that the digest of settings leaves out. Either a state.json records their effect in its
-# `environment`, or they cannot change between the attempts of a run.
+# Keys that the digest of settings leaves out. Either the `environment` in state.json records their
+# effect, or they cannot change between the starts of a run.
 NOT_IN_SETTINGS = (
     "ddp.strategy",
     "ddp.backend",
@@ -54,7 +54,7 @@ def digest_settings(state: Mapping[str, Any]) -> str:
         config[group] = {}
         for key, value in values.items():
             name = f"{group}.{key}"
-            if name not in NOT_IN_SETTINGS and decides_bits(name, value):
+            if name not in NOT_IN_SETTINGS and may_change_results(name, value):
                 config[group][key] = value
     settings: dict[str, Any] = {
         "config": config,
@@ -89,7 +89,7 @@ class Ledger:
     def append(self, step: int, hashes: HashByKind, settings_digest: str) -> None:
         """Add the hashes of a snapshot.
 
-        If they cannot be written, log a warning, but only once per run: training goes on.
+        If they cannot be written, training goes on. Only the first failure logs a warning.
         """
         if not hashes:
             return

@@ -28,7 +28,7 @@ TensorsByKind = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which rank writes which tensors of a snapshot."""
+    """The tensors of a snapshot, assigned to the ranks that write them."""
 
     ranks: dict[str, Sequence[int]]  # for each kind of tensors, the ranks that write a shard
     # The rank that writes a whole tensor, by kind and name. A tensor that is not listed is written
@@ -41,7 +41,7 @@ class Assignment:
 
 
 def share_tensors(tensors: TensorsByKind, ranks: Sequence[int]) -> Assignment:
-    """Assign whole tensors to ranks, so that each rank writes about as many bytes.
+    """Assign whole tensors to ranks, so that all ranks write about the same number of bytes.
 
     All ranks compute the same assignment. If the shards would be smaller than MIN_SHARD_BYTES, one
     rank writes all tensors of a kind. The first rank also writes the state and the manifest, so it
@@ -127,10 +127,10 @@ class ShardPlan:
         self._writers = self._writers or ranks_with_same_storage(self.group, self.storage)
         world_size = self.group.world_size
         if 0 < len(self._writers) < world_size:
-            other = next(rank for rank in range(world_size) if rank not in self._writers)
+            excluded = next(rank for rank in range(world_size) if rank not in self._writers)
             raise ConfigError(
                 f"ddp.strategy={self.strategy.name} needs snapshots that every rank can read, but "
-                f"rank {other} does not see the files of rank 0; set snapshot.path to a shared "
+                f"rank {excluded} does not see the files of rank 0; set snapshot.path to a shared "
                 "directory or an object store"
             )
 

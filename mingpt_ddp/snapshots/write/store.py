@@ -17,11 +17,11 @@ from mingpt_ddp.storage.yaml_and_json import check_size
 
 
 class SnapshotStore(StoreReader):
-    """Read, write and delete the snapshots of one run, below one URL."""
+    """Reads, writes and deletes the snapshots of one run, which are below one URL."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        # The lease on an object store, which has no file locks. None on a disk.
+        # Takes the place of a file lock on an object store, which has none. None on a disk.
         self._lease: Lease | None = None
         # Steps that were committed when this run started, or that it has committed itself. Only
         # `begin` uses them, if there is a lease.

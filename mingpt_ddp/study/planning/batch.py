@@ -21,7 +21,7 @@ class BatchOnRanks:
     batch_size: int
     micro_batch_size: int
     micro_batches: int
-    micro_batches_per_rank: int  # on the busiest rank
+    micro_batches_per_rank: int  # number of micro-batches of the busiest rank
     idle: float  # share of the ranks' time that they wait for the busiest rank
     lr: float
 
@@ -38,15 +38,15 @@ def divide_batch(config: Config, ranks: int) -> BatchOnRanks:
     copies = ranks // config.ddp.tensor_parallel
     config = with_batch_size(config, copies, None)
     plan = plan_batches(config, copies)
-    most = len(plan.indices_for_rank(0))
+    micro_batches_per_rank = len(plan.indices_for_rank(0))  # rank 0 is never less busy
     return BatchOnRanks(
         ranks=ranks,
         copies=copies,
         batch_size=plan.batch_size,
         micro_batch_size=plan.micro_batch_size,
         micro_batches=plan.n_micro,
-        micro_batches_per_rank=most,
-        idle=1 - plan.n_micro / (most * copies),
+        micro_batches_per_rank=micro_batches_per_rank,
+        idle=1 - plan.n_micro / (micro_batches_per_rank * copies),
         lr=scale_lr(config.optimizer, plan.batch_size).lr,
     )
 

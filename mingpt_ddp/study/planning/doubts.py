@@ -10,14 +10,15 @@ from mingpt_ddp.training.length import early_end_notice, long_warmup_warning
 from mingpt_ddp.training.start.start_log import full_metrics_warning
 
 MANY_EPOCHS = 10
-LARGE_MODEL = 10  # a model with more parameters per token or sample of the data is large
+# A model is large if it has more parameters than this for each token or sample of the data.
+LARGE_MODEL = 10
 
 
 def find_doubts(config: Config, plan: dict[str, Any], cores: int) -> list[str]:
     """List the doubtful settings of a configuration, one sentence each.
 
     Args:
-        plan: Result of `make_plan`, without the doubts.
+        plan: Result of `make_plan`, before its entry "doubts" is added.
         cores: Number of CPU cores of this machine.
     """
     doubts = [*_doubt_length(config, plan), *_doubt_batch(config.optimizer, plan["batch"])]
@@ -61,8 +62,8 @@ def _doubt_length(config: Config, plan: dict[str, Any]) -> Iterator[str]:
         yield full
     if trainer.eval_every is not None and trainer.eval_every > length["steps"]:
         yield (
-            f"trainer.eval_every={trainer.eval_every} is beyond the last step; lower it to "
-            "see overfitting"
+            f"trainer.eval_every={trainer.eval_every} is beyond the last step, so the run "
+            "would not show overfitting; lower it"
         )
 
 

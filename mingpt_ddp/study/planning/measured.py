@@ -19,10 +19,9 @@ from mingpt_ddp.training.memory import refuse_out_of_memory
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import build_trainable
 
-# The first step allocates memory, so its time does not count. Up to 20 steps follow. No other step
-# begins after the time limit.
-STEPS = 20
-LIMIT_S = 4.0
+# The first step allocates memory, so its time does not count. After the time limit, no step begins.
+MAX_TIMED_STEPS = 20
+TIME_LIMIT_S = 4.0
 EVALUATED_BATCHES = 5
 
 
@@ -70,12 +69,12 @@ def _time_steps(runtime: Runtime, train_step: TrainStep) -> float:
     """Return the median time of a step in seconds."""
     train_step.warm_up()
     moments = [runtime.now()]
-    for step in range(1, STEPS + 2):
+    for step in range(1, MAX_TIMED_STEPS + 2):
         train_step.passes(step)
         train_step.clip()
         train_step.update(step)
         moments.append(runtime.now())
-        if step > 2 and moments[-1] - moments[0] > LIMIT_S:
+        if step > 2 and moments[-1] - moments[0] > TIME_LIMIT_S:
             break
     return statistics.median(end - begin for begin, end in itertools.pairwise(moments[1:]))
 

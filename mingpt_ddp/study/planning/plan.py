@@ -53,7 +53,8 @@ def make_plan(
 
     Args:
         job: The run to plan.
-        machine: GPUs to plan for. None for this machine, where one rank measures some steps.
+        machine: GPUs to plan for. None for this machine, where one rank trains some steps and
+            measures them.
         vocab_size: Replaces the size of the text's own vocabulary.
 
     Raises:
@@ -187,15 +188,18 @@ def _sizes(task: Task, precision: str, may_use_memory: bool) -> Sizes:
 def _strategies(
     config: Config, sizes: Sizes, devices: Devices, loader: Loader
 ) -> dict[str, dict[str, Any]]:
-    """Compute the figures of each strategy, or the reason why it cannot run. Return them by name.
+    """Compute the memory, messages and step time of each strategy, for the table of strategies.
+
+    Returns:
+        By name of the strategy, the result of `Footprint.figures`, or the reason why it cannot run.
 
     Raises:
         ConfigError: The strategy that the configuration asks for cannot run.
     """
     chosen = "tensor_parallel" if config.ddp.tensor_parallel > 1 else config.ddp.strategy
-    data = 0
+    data_bytes = 0
     if devices.is_gpu and isinstance(loader, SupportsResidence):
-        data = loader.resident_bytes(devices.memory)
+        data_bytes = loader.resident_bytes(devices.memory)
     table: dict[str, dict[str, Any]] = {}
     for name in STRATEGIES if devices.ranks > 1 else STRATEGIES[:1]:
         try:
@@ -204,7 +208,7 @@ def _strategies(
                 allows_compile(candidate, torch.device("cuda"), devices.ranks)
             batch = divide_batch(candidate, devices.ranks)
             items = loader.items_per_step * batch.micro_batches_per_rank / batch.micro_batches
-            footprint = Footprint(name, candidate, sizes, devices, batch, items, data)
+            footprint = Footprint(name, candidate, sizes, devices, batch, items, data_bytes)
             table[name] = footprint.figures()
         except ConfigError as error:
             if name == chosen:
@@ -223,17 +227,20 @@ def _with_strategy(config: Config, name: str, ranks_per_node: int) -> Config:
         ConfigError: Tensor parallelism cannot divide the heads of the model.
     """
     ranks_per_copy = 1
-    key: Any = name
+    strategy: Any = name  # the value of ddp.strategy
     if name == "tensor_parallel":
-        key = "auto"
+        strategy = "auto"
         heads = getattr(config.model, "n_head", 0)
         ranks_per_copy = config.ddp.tensor_parallel
         ranks_per_copy = ranks_per_copy if ranks_per_copy > 1 else math.gcd(heads, ranks_per_node)
         check(
             ranks_per_copy > 1,
-            f"model.n_head={heads} and the {ranks_per_node} ranks of a node have no common divisor",
+            f"model.n_head={heads} and the {ranks_per_node} ranks of a node have no common divisor "
+            "above 1",
         )
-    return replace(config, ddp=replace(config.ddp, strategy=key, tensor_parallel=ranks_per_copy))
+    return replace(
+        config, ddp=replace(config.ddp, strategy=strategy, tensor_parallel=ranks_per_copy)
+    )
 
 
 def _snapshots(config: Config, sizes: Sizes, steps: int, directory: Path) -> dict[str, Any]:

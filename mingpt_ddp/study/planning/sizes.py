@@ -1,8 +1,8 @@
 """Compute the sizes of a model and of its training step, without allocating their memory.
 
-The model is built on torch's meta device, where tensors have shapes but no values. An optimizer
-that does not declare its state takes a step there. The size of activations comes from formulas,
-with an entry in BLOCK_MEMORY for each architecture.
+The model is built on torch's meta device, where tensors have shapes but no values. If an optimizer
+does not declare which state it keeps, it takes a step there, which creates the state. The size of
+activations comes from formulas, with an entry in BLOCK_MEMORY for each architecture.
 
 Symbols: B sequences in a micro-batch, T tokens in a context, C = n_embd, H = n_head, V outputs.
 E = B T C is the number of elements that go from one block to the next. An element takes s bytes in
@@ -46,9 +46,9 @@ class BlockMemory:
 
     fp32: int  # tensors that are kept in fp32
     products: int  # tensors that are kept in the product type
-    split: int  # how many of `products` tensor parallelism divides between ranks
+    split: int  # number of those `products` that tensor parallelism divides between ranks
     per_head: int  # bytes for each head and token, for the sums and norms of attention
-    before: int  # tensors in the product type that are kept before the first block
+    before_blocks: int  # tensors in the product type that are kept before the first block
     backward: int  # tensors in the product type that the backward pass of a block allocates
     fp32_input: bool  # True if the block's input, which a recomputed block keeps, is in fp32
     is_tied: bool  # True if the output layer shares its weight with the embedding
@@ -62,9 +62,11 @@ class BlockMemory:
 # terms and results of both smears (4), rotated q and k (2), values and the input of proj (2), and
 # the hidden features (8).
 BLOCK_MEMORY: dict[type, BlockMemory] = {
-    GPT: BlockMemory(2, 14, 12, per_head=4, before=0, backward=7, fp32_input=True, is_tied=True),
+    GPT: BlockMemory(
+        2, 14, 12, per_head=4, before_blocks=0, backward=7, fp32_input=True, is_tied=True
+    ),
     Modern: BlockMemory(
-        4, 16, 0, per_head=20, before=7, backward=11, fp32_input=False, is_tied=False
+        4, 16, 0, per_head=20, before_blocks=7, backward=11, fp32_input=False, is_tied=False
     ),
 }
 

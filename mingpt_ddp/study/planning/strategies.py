@@ -50,10 +50,10 @@ class Devices:
 
 @dataclass(frozen=True)
 class Wire:
-    """The number of bytes that are sent in a step."""
+    """The number of bytes that each rank and each node sends in a step."""
 
     sent_by_rank: float
-    # Bytes to other nodes. The ranks of a node first reduce or copy data among themselves.
+    # Bytes sent to other nodes. The ranks of a node first reduce or copy data among themselves.
     sent_by_node: float
 
 
@@ -72,7 +72,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Compute the memory and time that a strategy needs on the busiest rank."""
+    """The memory and time that a strategy needs on the busiest rank, computed by formulas."""
 
     strategy: str
     config: Config
@@ -174,7 +174,8 @@ class Footprint:
         # While passes run, a rank holds DDP's buckets, and the sums of gradients of earlier passes.
         held = gradients * (has_buckets + (self.batch.micro_batches_per_rank > 1))
         # Muon's update holds directions in fp32 and stacks of matrices in 16 bits. If ranks divide
-        # the work, they also hold the messages for each other.
+        # the work, they also hold the messages for each other. The gradients of the matrices are
+        # freed before, unless they lie in DDP's buckets.
         divides_work = has_peers and self.rank_holds.optimizer_state == "whole"
         muon = sizes.muon * (12 if divides_work else 10) * self.optimizer_share
         freed = 0 if has_buckets else FP32 * sizes.muon
@@ -192,7 +193,7 @@ class Footprint:
             + copied * sizes.block / self.ranks_per_copy
         )
         kept = activations.block_input(rows, gathers) if recomputes else block
-        before = s * activations.per_block.before * stream
+        before = s * activations.per_block.before_blocks * stream
         blocks = before + activations.model.n_layer * kept
         backward = s * activations.per_block.backward * stream + recomputes * block
         outside = sizes.parameters - sizes.blocks
@@ -200,7 +201,9 @@ class Footprint:
         # fsdp holds gradients, the weights of the next block, and an fp32 copy of the gradients
         # that are being reduced.
         reduce_buffers = gathers * (s * outside + (2 * s + FP32) * sizes.block)
+        # Copies of weights that autocast keeps until the end of the forward pass.
         cached = recomputes * copied * sizes.blocks / self.ranks_per_copy
+        # Two gradients of the weight that the output layer shares with the embedding.
         tied = 2 * FP32 * embedding * (activations.per_block.is_tied and not gathers)
         return [
             # The end of the forward pass.

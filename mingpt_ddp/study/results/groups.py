@@ -32,7 +32,7 @@ from mingpt_ddp.study.results.stats.significance import MIN_PAIRS
 SEED = "run.seed"
 # Parts of a job's name that differ between replicates in a sweep: its seed, and a hash.
 SEED_IN_NAME = re.compile(r"(?<=run\.seed=)\d+|(?<=-)[0-9a-f]{8}$")
-Recipe = tuple[tuple[str, Hashable], ...]
+Recipe = tuple[tuple[str, Hashable], ...]  # keys that determine the results, and their values
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Group:
 
     @property
     def first(self) -> RunRecord:
-        """The job whose command line stands for the group."""
+        """The job whose command line a report shows for the group."""
         return self.jobs[0]
 
     @property
@@ -67,7 +67,7 @@ class Group:
 
     @cached_property
     def name(self) -> str:
-        """A pattern that all names of jobs match, such as run.seed=*, or else the first name."""
+        """A pattern that matches all names of jobs, such as run.seed=*, or the first job's name."""
         patterns = {SEED_IN_NAME.sub("*", job.name) for job in self.jobs}
         return patterns.pop() if len(patterns) == 1 < len(self.jobs) else self.first.name
 
@@ -114,12 +114,12 @@ class Group:
 
     @cached_property
     def latest(self) -> Estimate:
-        """The mean objective with its interval. If no job is complete, the last values count."""
+        """The estimate of the mean objective, or of the last values if no job is complete."""
         return self.estimate if self.n_complete else self.estimate_of(lambda job: job.value)
 
     @property
     def speed(self) -> float | None:
-        """The median speed of the jobs, in units per second."""
+        """The median speed of the jobs, in tokens or samples per second."""
         speeds = known(job.metrics.speed for job in self.jobs)
         return statistics.median(speeds) if speeds else None
 
@@ -264,8 +264,8 @@ def best_group(groups: Sequence[G]) -> G | None:
 def rivals_of(groups: Sequence[G]) -> list[G]:
     """Return the groups that can be the best group.
 
-    A group with a diverged seed has no mean, so it cannot. If any group has two complete seeds or
-    more, groups with one complete seed cannot either.
+    Groups with a diverged seed have no mean, so they are left out. If any group has two complete
+    seeds or more, groups with one complete seed are left out too.
     """
     ranked = [group for group in groups if group.objective is not None]
     return [group for group in ranked if group.n_complete > 1] or ranked

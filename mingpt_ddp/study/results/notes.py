@@ -38,7 +38,7 @@ DATA_KEYS = tuple(f"data.{key}" for key in TEXT_KEYS)
 # Keys that determine the number and length of the windows on which the loss is measured.
 EVALUATION_KEYS = ("trainer.eval_steps", "trainer.batch_size", "data.block_size")
 MINUTES = "trainer.max_minutes"
-EQUAL_MINUTES = 1.05  # warn if the training times of settings differ by a larger factor
+MAX_TIME_RATIO = 1.05  # warn if the longest training time is longer than this times the shortest
 TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size")
 
 
@@ -117,11 +117,11 @@ def minutes_notes(groups: Sequence[Group]) -> list[str]:
     notes = []
     for limit, given in grouped(groups, lambda group: number(group.config.get(MINUTES))).items():
         taken = known(group.minutes for group in given)
-        if limit is not None and taken and max(taken) > EQUAL_MINUTES * min(taken):
+        if limit is not None and taken and max(taken) > MAX_TIME_RATIO * min(taken):
             notes.append(
-                f"not at equal time: settings with {MINUTES}={limit:g} trained for "
-                f"{min(taken):.3g} to {max(taken):.3g} minutes. The pace of the machine changed, "
-                "or another limit ended some jobs"
+                f"the comparison is not at equal time: settings with {MINUTES}={limit:g} trained "
+                f"for {min(taken):.3g} to {max(taken):.3g} minutes. The pace of the machine "
+                "changed, or another limit ended some jobs"
             )
     return notes
 

@@ -86,7 +86,7 @@ def watch(directories: list[Path], page: Path, metric: str | None = None) -> str
     Meanwhile the page reloads itself in the browser. If a directory has no run yet, wait for one.
 
     Raises:
-        RunError: `report` would raise it, or plotly is missing.
+        RunError: As for `report`, or because plotly is missing.
     """
     line = f"the page {page} follows the jobs until they end, or until Ctrl-C"
     for each in filter(_is_awaited, directories):

@@ -1,4 +1,8 @@
-"""Keep the record of a comparison that ends as soon as it is decided (`until=decided`)."""
+"""Keep the record of a comparison that ends as soon as it is decided (`until=decided`).
+
+A setting is a configuration without its seed, or a version of the code. Each of its jobs trains
+with one seed.
+"""
 
 import logging
 import math
@@ -25,7 +29,9 @@ class SequentialRecord:
     settings: list[str]  # label of each setting
     seeds: list[str]  # each seed as text, in the order in which the pairs are tested
     metric: str | None  # sweep.metric
-    care: float | None  # sweep.care, or the option care of the command `versions`
+    # Smallest difference that matters: sweep.care, or care of the command `versions`. None if every
+    # difference matters. Recorded under this name.
+    care: float | None
     # Name of the run directory for each label and seed.
     runs: dict[str, dict[str, str]] = field(default_factory=dict)
     # The pairs on which each decision rests, by label of the decided setting.
@@ -213,7 +219,7 @@ def check_seeds(n_settings: int, n_seeds: int) -> None:
     check(
         n_seeds >= needed,
         f"until=decided cannot decide {comparisons} comparison{'s' * (comparisons > 1)} with "
-        f"{n_seeds} seeds; give at least {needed} seeds, or better 12",
+        f"{n_seeds} seeds; give at least {needed} seeds, and better 12",
     )
 
 
@@ -238,5 +244,6 @@ def _check_rule(directory: Path, before: SequentialRecord, now: SequentialRecord
         then, new = (rule.get(name) for rule in rules)
         check(
             then == new,
-            f"{directory} was begun with until=decided and {name} {then}, now {new}; {advice}",
+            f"{directory} was begun with until=decided and {name}={then}, but now {name} is {new}; "
+            f"{advice}",
         )

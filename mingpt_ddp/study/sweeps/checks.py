@@ -35,7 +35,7 @@ def uses_our_sweeper(config: DictConfig) -> bool:
 
 
 def parse_overrides(config: DictConfig) -> list[Override]:
-    """Parse the overrides of the sweep: first those in its preset, then the command line.
+    """Parse the overrides of the sweep: the ones in its preset, then the ones on the command line.
 
     If a key has several overrides, the last one counts, as in Hydra.
     """
@@ -81,7 +81,7 @@ def check_jobs(
         ConfigError: A job is invalid.
     """
     configs = []
-    # No other override of Hydra's own keys changes a job.
+    # Of the overrides of Hydra's own keys, only hydra.searchpath can change a job.
     search_path = [w for w in hydra.overrides.hydra if hydra_utils.key_of(w) == "hydra.searchpath"]
     try:
         for job in _checked_jobs(choices(overrides, zipped)):

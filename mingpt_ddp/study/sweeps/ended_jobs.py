@@ -1,6 +1,6 @@
 """Find out if a job of a sweep has already ended, from its directory."""
 
-from mingpt_ddp.config.config import named_values
+from mingpt_ddp.config.config import values_in_name
 from mingpt_ddp.config.job import Job, existing_name
 from mingpt_ddp.storage.run_directory import (
     INVALID_RECORD_ERRORS,
@@ -40,7 +40,7 @@ class JobRecords(Records):
 def final_value(job: Job, objective: Objective) -> float | None:
     """Return the objective of a job that has ended for good. Return None for other jobs.
 
-    A job counts only if its recorded values are equal to the present ones.
+    A job counts only if its recorded configuration has the same values as its present one.
     """
     config = job.config
     result = read_result(job.directory)
@@ -48,7 +48,7 @@ def final_value(job: Job, objective: Objective) -> float | None:
     if config.run.resume == "never" or not has_ended(result, recorded, config):
         return None
     try:
-        if named_values(recorded) != named_values(config.to_dict()):
+        if values_in_name(recorded) != values_in_name(config.to_dict()):
             return None
         return None if finite(result["val_loss"]) is None else objective.value(result)
     except INVALID_RECORD_ERRORS:

@@ -97,7 +97,7 @@ def start_sweep(config: DictConfig, env: DistEnv) -> Sweep:
         env=env,
         config=first,
         directory=directory,
-        planned=number_of_jobs(settings, overrides, our_sweeper),
+        n_jobs=number_of_jobs(settings, overrides, our_sweeper),
         is_remote=is_remote,
         source=make_source(first, overrides, directory, env) if our_sweeper else None,
         slots=slots,
@@ -107,17 +107,19 @@ def start_sweep(config: DictConfig, env: DistEnv) -> Sweep:
     )
     if our_sweeper:
         env.call_on_rank_zero(lambda: _record_settings(sweep, given_metric, rule))
-    title = f"a sweep of {counted(sweep.planned, 'job')}" if sweep.planned else "a sweep"
-    log.info("%s, in %s", title, directory)
+    title = f"a sweep of {counted(sweep.n_jobs, 'job')}" if sweep.n_jobs else "a sweep"
+    log.info("starting %s in %s", title, directory)
     with read_write(config), read_write(config.hydra), open_dict(config):
         if uses_bits_per_byte:
             log.info("the objective is %s: %s", objective.title, WHY_BITS_PER_BYTE)
         if not our_sweeper:  # the jobs can get these values only from Hydra's own overrides
-            for_jobs = config.hydra.overrides.hydra
+            hydra_overrides = config.hydra.overrides.hydra
             if uses_bits_per_byte:
-                for_jobs.append(f"sweep.metric={settings.metric}")
+                hydra_overrides.append(f"sweep.metric={settings.metric}")
             constant_keys = _constant_keys(overrides)
-            for_jobs.append(f"hydra.job.config.override_dirname.exclude_keys={constant_keys}")
+            hydra_overrides.append(
+                f"hydra.job.config.override_dirname.exclude_keys={constant_keys}"
+            )
         config.hydra.sweep.dir = str(directory)
     return sweep
 
@@ -146,7 +148,7 @@ def _record_settings(sweep: Sweep, metric: str | None, rule: SequentialRecord | 
         rule: The rule of sweep.until=decided. None without this setting.
 
     Raises:
-        ConfigError: The directory has a record of another rule.
+        ConfigError: The directory has a record of a different rule.
     """
     if rule is not None:
         sweep.needed_jobs = NeededJobs(sweep.directory, sweep.file, rule)

@@ -22,7 +22,7 @@ class ProgressLine:
         self._running = running
         self._objective = objective_named(sweep.settings.metric)
         self._values: dict[Path, float] = {}  # objective of each complete job
-        self._bar = logs.progress_bar(sweep.env, sweep.planned, "sweep", "job")
+        self._bar = logs.progress_bar(sweep.env, sweep.n_jobs, "sweep", "job")
 
     def update(self) -> None:
         """Draw the line again, after a job has started or ended."""

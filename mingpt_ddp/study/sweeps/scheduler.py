@@ -87,7 +87,7 @@ class Scheduler:
                 return
             outcome = self._sweep.record(place, replace(outcome, signalled=False))
             self._line.update()
-            if not outcome.has_failed and not outcome.was_known:
+            if not outcome.has_failed and not outcome.recorded_earlier:
                 title = objective_named(self._sweep.settings.metric).title
                 prefix = "pruned, " if outcome.status is RunStatus.PRUNED else ""
                 result = f"{prefix}{title} {outcome.value:.4f}"

@@ -40,7 +40,7 @@ def run_script(job: Job, env: DistEnv, records: Records, started_at: float) -> O
         with subprocess.Popen(
             [sys.executable, *launcher, sys.argv[0], *overrides],
             env={**os.environ, **caller.environ()},
-            # Ctrl-C does not reach a new session. It arrives once, from `forward`.
+            # Ctrl-C does not reach a new session. `forward` sends it on once.
             start_new_session=True,
             preexec_fn=die_with_parent,
         ) as process:

@@ -164,8 +164,8 @@ def plan_slots(settings: SweepConfig, jobs: list[Config], directory: Path | None
 
     Args:
         jobs: Configurations of jobs of the sweep.
-        directory: Directory of the sweep. Its record of the cores of a job is used again. None if
-            the sweep has no directory of its own.
+        directory: Directory of the sweep. If an earlier start has recorded there how many cores a
+            job has, this number is used again. None if the sweep has no directory of its own.
 
     Raises:
         ConfigError: This machine has too few GPUs or cores.

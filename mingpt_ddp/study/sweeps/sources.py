@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.override_parser.types import Override
 
 from mingpt_ddp.config.compose.hydra_utils import hydra_value, key_of
-from mingpt_ddp.config.config import LIMITS, Config, named_values
+from mingpt_ddp.config.config import LIMITS, Config, values_in_name
 from mingpt_ddp.config.job import SweepPlace
 from mingpt_ddp.config.keys.sweep_config import SweepConfig
 from mingpt_ddp.config.validation import check
@@ -134,7 +134,7 @@ def _open_study(config: Config, overrides: list[Override], directory: Path) -> "
 def fixed_values(config: Config, swept: Collection[str]) -> dict[str, Any]:
     """Return the values, by dotted key, that all jobs share and that change their results."""
     values = config.to_dict()
-    fixed = named_values(values) | {
+    fixed = values_in_name(values) | {
         f"trainer.{limit}": values["trainer"][limit] for limit in LIMITS
     }
     for key in [*fixed]:

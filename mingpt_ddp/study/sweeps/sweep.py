@@ -39,13 +39,13 @@ class Sweep(Records):
     env: DistEnv
     config: Config  # configuration of the first job, with the settings of the sweep
     directory: Path  # the sweep's own directory, or run.root if it has none
-    planned: int  # number of jobs; 0 if only another sweeper knows it
-    # True if an external launcher runs the jobs. Its own processes count them and log their errors.
+    n_jobs: int  # number of jobs; 0 if only another sweeper knows it
+    # True if an external launcher runs the jobs. Its processes log the errors of the jobs.
     is_remote: bool = False
     lock: IO[str] | None = None  # lock of the sweep's own directory; None if it has none
     script: Path | None = None  # user's script whose loop trains the jobs; None for main.py
     source: Source | None = None  # None if another sweeper chooses the jobs
-    # One slot for each concurrent job. Empty if jobs run one after another.
+    # One slot (a share of the machine) for each concurrent job. Empty if jobs run in turn.
     slots: list[Slot] = field(default_factory=list)
     job_records: JobRecords = field(default_factory=JobRecords)
     file: SweepFile = field(default_factory=lambda: SweepFile(None))
@@ -78,7 +78,7 @@ class Sweep(Records):
         needed = self.needed_jobs if self.env.world_size == 1 else None
         if needed is not None and needed.n_needed_settings(self.failed) == 0:
             return True
-        return 0 < self.planned <= len({*self.done, *self.failed, *self.not_needed})
+        return 0 < self.n_jobs <= len({*self.done, *self.failed, *self.not_needed})
 
     @property
     def has_too_many_failures(self) -> bool:
@@ -98,13 +98,13 @@ class Sweep(Records):
 
         Stop early after a signal, or if too many jobs have failed.
         """
-        for number in range(self.planned):
+        for number in range(self.n_jobs):
             if self.stopped is not None:
                 return
             if self.has_too_many_failures:
                 log.warning(
-                    "no other job starts, because %d failed (sweep.max_failures=%d)",
-                    len(self.failed),
+                    "no other job starts, because %s failed (sweep.max_failures=%d)",
+                    counted(len(self.failed), "job"),
                     self.settings.max_failures,
                 )
                 return
@@ -186,7 +186,7 @@ class Sweep(Records):
         if known.value is None and not self._is_needed(number):
             return known._replace(is_needed=False)
         if known.value is None and known.failure is None:
-            total = f" of {self.planned}" if self.planned else ""
+            total = f" of {self.n_jobs}" if self.n_jobs else ""
             log.info("job %d%s: %s", number + 1, total, job.place.label)
         return known
 
@@ -194,7 +194,7 @@ class Sweep(Records):
         return self.job_records.value_of(job)
 
     def threads(self, workers: int, default: int) -> int | None:
-        """Return the number of threads at the first start of the sweep.
+        """Return the number of threads of each worker, as at the first start of the sweep.
 
         Return None for ranks of torchrun, which do not change their number of threads.
         """
@@ -234,7 +234,7 @@ class Sweep(Records):
         if outcome.has_failed:
             self._record_failed(place, outcome)
         elif outcome.status is not RunStatus.PREEMPTED and outcome.directory is not None:
-            if outcome.was_known:
+            if outcome.recorded_earlier:
                 self.n_done_before += outcome.directory not in self.done.values()
                 title = objective_named(self.settings.metric).title
                 log.info("%s: already complete, %s %.4f", outcome.directory, title, outcome.value)
@@ -264,7 +264,7 @@ class Sweep(Records):
         self.failed[place.number] = place.label
         if outcome.ends_process:  # this process prints the error as its last line
             return
-        if outcome.was_known:
+        if outcome.recorded_earlier:
             log.info("%s: %s", place.label, outcome.error)
             return
         self.last_failures[place.number] = outcome
@@ -297,7 +297,7 @@ class Sweep(Records):
         if self.stopped is not None and self.stopped.has_failed:
             return self.stopped
         if self.stopped is not None:
-            total = f" of {self.planned}" if self.planned else ""
+            total = f" of {self.n_jobs}" if self.n_jobs else ""
             log.info(
                 "sweep: %d%s jobs done; rerun the same command to resume", len(self.done), total
             )
@@ -328,10 +328,12 @@ class Sweep(Records):
             log.error("%s", output_error)
         outcomes = [self.last_failures[n] for n in self.failed if n in self.last_failures]
         advice = self._advice(outcomes)
-        if (left := self.planned - n_ended - n_not_needed) > 0:
-            advice = f"{left} have not started; raise sweep.max_failures, or {advice}"
+        if (left := self.n_jobs - n_ended - n_not_needed) > 0:
+            advice = f"{counted(left, 'job')} did not start; raise sweep.max_failures, or {advice}"
         labels = "; ".join(dict.fromkeys(self.failed.values()))
-        error = JobError(f"{len(self.failed)} of {n_ended} failed: {labels}; {advice}")
+        error = JobError(
+            f"{len(self.failed)} of {counted(n_ended, 'job')} failed: {labels}; {advice}"
+        )
         has_crashed = any(outcome.exit_code == FAILURE for outcome in outcomes)
         return failed(error, FAILURE if has_crashed else USER_ERROR)
 
@@ -365,6 +367,6 @@ class Sweep(Records):
                     echo(report(self.directories, page, metric, self.config.run.accept_code))
         except OutputError as error:
             return error
-        except RunError as error:  # for instance, this machine can read no result of any job
+        except RunError as error:  # for instance, this machine cannot read the results of the jobs
             log.warning("%s", error)
         return None

@@ -167,13 +167,13 @@ class _LaunchedJob:
         try:
             job = _checked(resolve(cfg, self.source.swept))
             return self.run(job, self.sweep.env, self.sweep, started_at)
-        except Exception as error:  # Hydra's launcher would not pass it on
+        except Exception as error:  # Hydra's launcher would not report it
             return exits.outcome_of(error, in_sweep=True)
 
 
 def _run_grid(sweep: Sweep, source: Source, launcher: Launcher) -> None:
     """Run all jobs of a grid with an external launcher. Then look for the first failed job."""
-    jobs = [source.overrides(number) for number in range(sweep.planned)]
+    jobs = [source.overrides(number) for number in range(sweep.n_jobs)]
     for number, returned in enumerate(launcher.launch(jobs, initial_job_idx=0)):
         try:
             _ = returned.return_value  # raises the error if the job has failed

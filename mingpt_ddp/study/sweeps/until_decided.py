@@ -80,7 +80,7 @@ class NeededJobs:
     def __init__(self, directory: Path, file: SweepFile, rule: SequentialRecord) -> None:
         """
         Raises:
-            ConfigError: The directory has a record of another rule.
+            ConfigError: The directory has a record of a different rule.
         """
         self._directory = directory
         self._comparison = SequentialComparison(directory, file, rule)

@@ -48,7 +48,7 @@ class Version:
     has_package: bool  # False if this version trains with the package of this process
 
     def check_unchanged(self) -> None:
-        """Check that its Python files have not changed since the start of the comparison.
+        """Check that the version's Python files have not changed since the start of the comparison.
 
         Raises:
             RunError: Some files have changed. The message names them.
@@ -97,7 +97,7 @@ class Version:
         with subprocess.Popen(
             [*self._command, *overrides],
             env=self._environment,
-            # Ctrl-C does not reach a new session. It arrives once, from the handler below.
+            # Ctrl-C does not reach a new session. The handler below forwards it once.
             start_new_session=True,
             preexec_fn=die_with_parent,
             stdin=subprocess.DEVNULL,
@@ -164,7 +164,8 @@ def find_version(name: str, commit: str, arguments: list[str]) -> Version:
 
     Args:
         commit: The result of `find_commit` for this name.
-        arguments: Command-line arguments of the training. Paths of code lead to this checkout.
+        arguments: Command-line arguments of the training. Paths of code in them lead to the
+            checkout in the current directory, and are changed to lead to the version.
 
     Raises:
         ConfigError: The version has no code to compare, or its uncommitted changes are too large
@@ -217,7 +218,10 @@ def _worktree(root: Path, commit: str) -> Path:
         try:
             git(root, deadline, *no_filters(root, deadline), *words)
         except (OSError, subprocess.SubprocessError) as error:
-            raise RunError(f"git cannot write the files of {commit} to {directory}") from error
+            raise RunError(
+                f"git cannot write the files of {commit} to {directory}; "
+                "free disk space, or set XDG_CACHE_HOME to another directory"
+            ) from error
     return directory
 
 

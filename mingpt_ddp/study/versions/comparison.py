@@ -70,7 +70,7 @@ def compare_versions(
     arguments: list[str],
     required: str | None,
     until_decided: bool,
-    care: float | None,
+    smallest_relevant: float | None,
 ) -> tuple[str, bool]:
     """Train several versions with the same seeds, and compare them. Record the verdict.
 
@@ -82,8 +82,9 @@ def compare_versions(
         arguments: Arguments of the train command, the same for all versions.
         required: The requirement that the verdict has to meet: same_bits, not_worse, or None.
         until_decided: Train no more seeds of a version once it is known to be better than the first
-            version, or worse, or different by less than `care`.
-        care: Smallest difference in the loss that matters. None if every difference matters.
+            version, or worse, or different by less than `smallest_relevant`.
+        smallest_relevant: Smallest difference in the loss that matters. None if every difference
+            matters.
 
     Returns:
         The verdict as text, and True if it meets the requirement.
@@ -110,7 +111,7 @@ def compare_versions(
     with _lock(root / name):
         comparison = None
         if until_decided:
-            rule = SequentialRecord([*jobs], [*map(str, seeds)], None, care)
+            rule = SequentialRecord([*jobs], [*map(str, seeds)], None, smallest_relevant)
             comparison = SequentialComparison(root / name, SweepFile(root / name), rule)
         _train(jobs, comparison)
         verdicts, document, text = version_verdict(_settings(jobs), _digests(jobs))
@@ -119,7 +120,7 @@ def compare_versions(
     record(root, {"runs": [runs], "versions": recorded, "overrides": arguments, **document})
     text = f"{text}\nthe runs are in {runs}"
     if why := _why_unmet(required, verdicts):
-        return f"{text}\nrequire={required}: {why}", False
+        return f"{text}\nrequire={required} is not met: {why}", False
     return text, True
 
 
@@ -144,7 +145,7 @@ def _compose(versions: list[Version]) -> tuple[Path, str, list[dict[str, Any]]]:
 
 
 def _text_sha256(data: Mapping[str, Any]) -> str:
-    """Compute the SHA-256 of the present text, or "" if only the version's own code can read it.
+    """Compute the SHA-256 of the text as it is now. Return "" if only the version can read it.
 
     With data.reader, hash the files that the reader reads.
     """
@@ -212,9 +213,9 @@ def _train(jobs: dict[str, list[VersionRun]], comparison: SequentialComparison |
             recorded = job.result.get("data")
             if texts.setdefault(str(job.version.directory), recorded) != recorded:
                 raise RunError(
-                    f"{job.directory} was trained on another text than earlier jobs of "
-                    f"{job.version.name}; run the same command again to compare all versions on "
-                    "the new text"
+                    f"{job.directory} was trained on a text that differs from the text of "
+                    f"earlier jobs of {job.version.name}; run the same command again to compare "
+                    "all versions on the new text"
                 )
             if comparison is not None:
                 seed = comparison.record.seeds[i]
@@ -278,7 +279,7 @@ def _check_code(job: VersionRun) -> None:
     Files of the user outside of the version, such as a library, must also be unchanged.
 
     Raises:
-        RunError: The job was trained by other code.
+        RunError: The job was trained by different code.
     """
     code = recorded_code(job.result)
     if not code:  # an earlier version of the package, which recorded no code, trained the job
@@ -296,15 +297,18 @@ def _check_code(job: VersionRun) -> None:
         changed.add(PACKAGE.name)
     if changed or code.get("earlier"):
         version.check_unchanged()
-        names = ", ".join(sorted(changed)) or "but by several versions of it"
+        change = "the code changed between two starts of the job"
+        if changed:
+            change = f"changed: {', '.join(sorted(changed))}"
         raise RunError(
-            f"{job.directory} was not trained by the code of {version.name} ({names:.200}): "
-            "restore that code, or delete the directory and run the command again"
+            f"{job.directory} was not trained with the present code of {version.name} "
+            f"({change:.200}); restore the code that trained it, or delete the directory and run "
+            "the command again"
         )
 
 
 def _check_config(job: VersionRun) -> None:
-    """Check that each start of a job has trained with the configuration of its version."""
+    """Check that a job has trained with the configuration of its version at each of its starts."""
     directory = job.directory
     try:
         recorded = read_yaml(directory / ".hydra" / "config.yaml")
@@ -312,17 +316,18 @@ def _check_config(job: VersionRun) -> None:
         return
     changes = difference(job.config, recorded, JOB_KEYS)
     if changes or any(directory.glob("config.*.yaml")):
-        change = "; ".join(changes) or "it has config.2.yaml"
+        change = "; ".join(changes) or "a later start changed it: see config.2.yaml"
         raise RunError(
             f"{directory} was not trained with the configuration that {job.version.name} has now "
-            f"({change}): delete the directory, or compare commits"
+            f"({change}); delete the directory to train the job again. Files of a commit cannot "
+            "change, so compare commits if you go on editing"
         )
 
 
 def _why_unmet(required: str | None, verdicts: list[VersionVerdict]) -> str:
     """Explain why a requirement is not met. Return "" if it is met."""
     if required == "same_bits" and not all(each.has_same_bits for each in verdicts):
-        return "the bits differ"
+        return "the weights or optimizer states differ"
     if required == "not_worse" and any(each.is_worse for each in verdicts):
         worse = ", ".join(each.other.label for each in verdicts if each.is_worse)
         return f"worse by more than chance, or not comparable: {worse}"
@@ -330,7 +335,7 @@ def _why_unmet(required: str | None, verdicts: list[VersionVerdict]) -> str:
 
 
 def _settings(jobs: dict[str, list[VersionRun]]) -> list[Setting]:
-    """Make a setting of each version, with its jobs as replicates."""
+    """Represent each version as a `Setting`, whose jobs differ only in their seed."""
     every_job = itertools.chain(*jobs.values())
     directories = [job.directory for job in every_job if job.directory.is_dir()]
     records = {record.directory: record for record in read_jobs(directories)}

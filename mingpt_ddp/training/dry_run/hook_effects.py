@@ -33,7 +33,9 @@ class Effect(TypedDict):
     label: str  # label of the hook; "" for the input of the first hook of an event
     step: int
     metrics: list[str]
-    sha256: str  # hash of gradients or weights and the hook's state; "" if bits may vary
+    # Hash of the gradients or weights and the hook's state. "" if a repeated step may have
+    # different last bits.
+    sha256: str
     sha256_of_metrics: str  # hash of this rank's shares of the metrics
 
 
@@ -49,7 +51,7 @@ def effect_of(
     Args:
         action: The hook that was called. None before the first one.
         changed: The gradients or weights.
-        is_exact: False if the bits of a step may vary. Then there are no hashes.
+        is_exact: False if a repeated step may have different last bits. Then there are no hashes.
     """
     state = action.state() if action else {}
     values: dict[str, Tensor] = {}
@@ -96,8 +98,8 @@ def refuse_different_result(effects: Sequence[Effect], repeated: Sequence[Effect
     Raises:
         CodeError: The message names the hook.
     """
-    for effect, other in zip(effects, repeated, strict=True):
-        if effect != other:
+    for effect, repeated_effect in zip(effects, repeated, strict=True):
+        if effect != repeated_effect:
             if effect["label"]:
                 raise CodeError(f"{effect['label']} would not resume exactly: {RESULT_DIFFERS}")
             return
@@ -126,6 +128,6 @@ def refuse_different_effects(by_rank: Sequence[Sequence[Effect]]) -> None:
             compares_values = compares_values and label != ""
             if compares_values:
                 raise CodeError(
-                    f"{label} leaves other values on rank {rank} than on rank 0; all ranks must do "
-                    "the same"
+                    f"{label} leaves other values on rank {rank} than on rank 0; make the "
+                    "same changes on every rank"
                 )

@@ -62,9 +62,9 @@ def check_resumes_exactly(dry_run: DryRun, val_metrics: list[str]) -> list[Effec
     """Take four steps, repeat the last one from a restored state, and compare all bits.
 
     The last step runs twice: in the objects that took the first three steps, and in new objects
-    with the restored state. This finds an optimizer that counts its steps without saving the count.
-    If it acts differently at every second step, its fourth step differs from its first step in the
-    new objects. With an even number of steps before the last one, the two would be equal.
+    with the restored state. There is an odd number of steps before it, to find an optimizer that
+    acts differently at every second step and does not save its count of steps: in the new objects
+    it takes step four as its first step, which differs from its fourth step.
 
     Hooks are called as in training. Hooks of evaluations are called after the third step, and again
     after the last step if one of them has state.

@@ -33,8 +33,8 @@ class Evaluator:
     def run(self, model: nn.Module, name: str) -> dict[str, float]:
         """Evaluate a split. Return its metrics by name, or {} if there is no such split.
 
-        The further splits `val_<other>` are evaluated together with `val`. Their metrics are called
-        <other>_<metric>. A collective.
+        The splits `val_<text>` of additional validation texts are evaluated together with `val`.
+        Their metrics are called <text>_<metric>. A collective.
 
         Args:
             model: The model to evaluate.
@@ -68,13 +68,13 @@ class Evaluator:
         self, model: nn.Module, name: str, stop: Callable[[], bool]
     ) -> dict[str, float] | None:
         metrics: dict[str, float] = {}
-        for other, split in self.splits.items():
-            if split is None or not (other == name or other.startswith(f"{name}_")):
+        for split_name, split in self.splits.items():
+            if split is None or not (split_name == name or split_name.startswith(f"{name}_")):
                 continue
             measured = self._means(model, split, stop)
             if measured is None:
                 return None
-            prefix = "" if other == name else other.removeprefix(f"{name}_") + "_"
+            prefix = "" if split_name == name else split_name.removeprefix(f"{name}_") + "_"
             for key, value in measured.items():
                 metrics[prefix + key] = value
         task = self.task.config.task.name
@@ -101,7 +101,7 @@ class Evaluator:
         stopped = False
         bar = progress_bar(group.env, len(split), "evaluating", "batch")
         with eval_mode(model), bar:
-            for batch, is_own in self._passes(split):
+            for batch, is_counted in self._passes(split):
                 stopped = self.runtime.strategy.any_in_pass(stop())
                 if stopped:
                     break
@@ -110,7 +110,7 @@ class Evaluator:
                 )
                 with self.runtime.autocast():
                     metrics = self.task.metrics(model, self.runtime.to_device(batch))
-                if is_own:
+                if is_counted:
                     for name, (value, n) in metrics.items():
                         value = torch.as_tensor(value).double()
                         if sums[name] and not self.runtime.strategy.is_canonical:

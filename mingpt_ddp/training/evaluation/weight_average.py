@@ -77,7 +77,7 @@ class WeightAverage:
     def applied(self) -> Iterator[None]:
         """In this context, the model has the averages as its weights.
 
-        No other thread may read or change the weights in this time.
+        No other thread may read or change the weights meanwhile.
         """
         self._swap()
         try:

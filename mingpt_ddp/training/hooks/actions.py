@@ -29,7 +29,7 @@ from mingpt_ddp.tasks.evaluation import Evaluation
 from mingpt_ddp.tasks.outputs import SUM, Mean, Outputs, as_means, check_outputs
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.evaluation.evaluator import means_of_ranks
-from mingpt_ddp.training.hooks.micro_batches import Measured, OwnGradients, as_numbers, stack
+from mingpt_ddp.training.hooks.micro_batches import Measured, PassGradients, as_numbers, stack
 
 log = logging.getLogger(__name__)
 # The arguments of a hook, by its event.
@@ -60,6 +60,7 @@ class Action:
 
     @property
     def has_state(self) -> bool:
+        """True if the hook is a class. A function has no state."""
         return isinstance(self.registered, type)
 
     @property
@@ -114,10 +115,12 @@ class Actions:
     ) -> None:
         """
         Args:
-            registered: Keys and hooks of the registry. None for all of them.
+            registered: Hooks to call, with their keys in the registry. None to call all registered
+                hooks.
 
         Raises:
-            CodeError: A hook takes other arguments, or two hooks with state have the same name.
+            CodeError: A hook does not take the arguments of its event, or two hooks with state have
+                the same name.
         """
         self.config = config
         self.runtime = runtime
@@ -147,7 +150,7 @@ class Actions:
         self._state_before_step: dict[str, Tensor] | None = None
         # True if a step was discarded, but no copy of the state before it was kept.
         self._state_is_lost = False
-        self._own_gradients: OwnGradients | None = None
+        self._pass_gradients: PassGradients | None = None
         # Measurements of this rank's micro-batches in the most recent passes, by hook.
         self._measured: dict[str, list[Any]] = {}
 
@@ -247,13 +250,13 @@ class Actions:
     def watch_passes(self, model: nn.Module) -> None:
         """Prepare to hold the gradients of each backward pass, if a hook measures them."""
         if any(action.measures for action in self.actions):
-            self._own_gradients = OwnGradients(self.runtime.strategy, model)
+            self._pass_gradients = PassGradients(self.runtime.strategy, model)
 
     def begin_passes(self) -> None:
         """Forget the measurements of earlier passes."""
         self._measured = {action.name: [] for action in self.actions if action.measures}
-        if self._own_gradients is not None:
-            self._own_gradients.clear()
+        if self._pass_gradients is not None:
+            self._pass_gradients.clear()
 
     @torch.no_grad()
     def measure(self, step: int, micro: MicroBatch, loss: Tensor) -> None:
@@ -266,16 +269,16 @@ class Actions:
         Raises:
             CodeError: A hook raises an exception.
         """
-        if self._own_gradients is None or not micro.scale:
+        if self._pass_gradients is None or not micro.scale:
             return  # no hook measures, or the micro-batch only repeats the last one (scale 0)
         scale = self.runtime.scaler.scale(torch.full_like(loss, micro.scale))
         for action in self.actions:
             if action.measures:
-                gradients = self._own_gradients.divided_by(scale)
+                gradients = self._pass_gradients.divided_by(scale)
                 key = (step, micro.index)
                 measured = self._run(action, action.hook.micro_batch, key, gradients)
                 self._measured[action.name].append(measured)
-        self._own_gradients.clear()
+        self._pass_gradients.clear()
 
     def _gather_measurements(self, action: Action) -> dict[str, Tensor]:
         """Return the measurements of all micro-batches of the step. A collective."""
@@ -349,7 +352,7 @@ class Actions:
         Raises:
             CodeError: A hook raises an exception, or returns something that is not a metric, or a
                 metric whose name is taken.
-            TrainingError: A rank has metrics with other names.
+            TrainingError: The names of the metrics differ between ranks.
         """
         if not self.at("evaluation"):
             return {}
@@ -373,7 +376,8 @@ class Actions:
         """Call the hooks of an event, each with random numbers of its own. Return their metrics.
 
         Args:
-            taken: Names of other metrics. A hook must not return one of these names.
+            taken: Names of the metrics that exist already. A hook must not return one of these
+                names.
             values: Arguments of the hooks.
 
         Raises:
@@ -404,8 +408,8 @@ class Actions:
         A collective. With fsdp each rank holds only some rows of each gradient. The hook then gets
         a gathered copy, and the rank copies its rows back, with the changes of the hook.
         """
-        assert self._own_gradients is not None
-        gradients = gradients_of(self._own_gradients.model)
+        assert self._pass_gradients is not None
+        gradients = gradients_of(self._pass_gradients.model)
         micro_batches = self._gather_measurements(action)
         with self.runtime.group.waiting():
             whole = {name: whole_tensor(each) for name, each in gradients.items()}

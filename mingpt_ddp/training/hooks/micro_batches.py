@@ -15,7 +15,7 @@ from mingpt_ddp.errors import CodeError
 Measured = dict[str, Any]
 
 
-class OwnGradients:
+class PassGradients:
     """Holds the gradients of a single backward pass.
 
     It reads the gradients without changing them. Autograd still adds up the gradients of several
@@ -46,7 +46,7 @@ def as_numbers(measured: Any, label: str) -> Measured:
     """Return the tensors that a hook has measured as numbers and nested lists.
 
     Args:
-        measured: What the method `micro_batch` has returned.
+        measured: The value that the method `micro_batch` of the hook has returned.
         label: Name of the hook in error messages.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.amp import GradScaler
 
-from mingpt_ddp.config.config import Config, flatten, from_mapping, named_keys
+from mingpt_ddp.config.config import Config, flatten, from_mapping, keys_in_name
 from mingpt_ddp.config.recorded import without_unknown
 from mingpt_ddp.config.validation import NotRegisteredError, build, check
 from mingpt_ddp.data.dataloader import BatchPlan
@@ -62,7 +62,7 @@ def snapshot_state(
         runtime: The runtime of this rank.
         task: The task of the run.
         plan: How a batch is split into micro-batches.
-        steps: Number of steps of the whole run, by the limits of this attempt.
+        steps: Number of steps of the whole run, by the limits in the configuration.
     """
     state.saved_at = time.time()
     return {
@@ -210,7 +210,7 @@ def read_recorded(
                 newest.state["micro_batch_size"],
             )
             if not all(type(size) is int and size > 0 for size in sizes):
-                raise ValueError(f"batch sizes of {sizes[0]} and {sizes[1]}")
+                raise ValueError(f"its batch sizes are {sizes[0]} and {sizes[1]}")
             read_train_state(newest.state)
         except INVALID_STATE_ERRORS as error:
             raise _invalid_state(newest.step, error) from error
@@ -221,7 +221,10 @@ def read_recorded(
 
 
 def _invalid_state(step: int, error: Exception) -> SnapshotError:
-    return SnapshotError(f"the snapshot of step {step} has an invalid state: {str(error)[:300]}")
+    return SnapshotError(
+        f"the snapshot of step {step} has an invalid state: {str(error)[:300]}; choose another "
+        "run.name, or run.resume=never"
+    )
 
 
 def check_state(step: int, state: Any, task: Task) -> None:
@@ -233,8 +236,8 @@ def check_state(step: int, state: Any, task: Task) -> None:
         task: The task of this run.
 
     Raises:
-        SnapshotError: The snapshot has another task, model, data or data order than this run, or
-            its state is invalid.
+        SnapshotError: The task, model, data or data order differs between the snapshot and this
+            run, or the state of the snapshot is invalid.
     """
     config = task.config
     try:
@@ -282,7 +285,7 @@ def _recorded_settings(step: int, state: Any, config: Config) -> dict[str, Any]:
     is_multiple = recorded["trainer"]["batch_size"] % micro_batch_size == 0
     if read_train_state(state).step != step or not is_multiple:
         recorded_step = state["train_state"]["step"]
-        raise ValueError(f"step {recorded_step}, micro_batch_size {micro_batch_size}")
+        raise ValueError(f"it records step {recorded_step} and micro_batch_size={micro_batch_size}")
     settings = flatten(recorded)
     settings[DATA_SHA256] = recorded_sha256(state)[:16]
     return settings
@@ -291,7 +294,7 @@ def _recorded_settings(step: int, state: Any, config: Config) -> dict[str, Any]:
 def identity_keys(config: dict[str, Any]) -> list[str]:
     """List the keys whose values must match for a run to resume from a snapshot."""
     keys = [f"model.{key}" for key in config["model"] if key not in FREE_MODEL_KEYS]
-    for key in named_keys(config):
+    for key in keys_in_name(config):
         if key.startswith(("task.", "data.")) and key not in DATA_SOURCE_KEYS:
             keys.append(key)
     return [*keys, "trainer.batch_size", "optimizer.name", "run.seed", "run.init_sha256"]

@@ -5,9 +5,9 @@ All times are in seconds.
 The interval between snapshots is computed from these assumptions. Failures are a Poisson process,
 with one failure in `mtbf_s` (snapshot.mtbf_hours) on average, also during restarts. Training runs
 for an interval, waits `cost_s` for a snapshot, and continues. A failure loses all training since
-the start of the last durable snapshot. Then the best interval depends neither on the time until a
-snapshot is durable, nor on the duration of a restart: benchmarks/availability.py has the formula.
-The CPU time of the threads that save is not measured.
+the start of the last snapshot that is durable (committed). Then the best interval depends neither
+on the time until a snapshot is durable, nor on the duration of a restart:
+benchmarks/availability.py has the formula. The CPU time of the threads that save is not measured.
 """
 
 import contextlib
@@ -152,8 +152,8 @@ class SaveSchedule:
         """
         step = self.state.step
         keep_every = self.snapshot.keep_every
-        # A snapshot of snapshot.keep_every must be of exactly this step. So wait for the save in
-        # progress instead of saving at a later step.
+        # snapshot.keep_every names exactly this step. So wait for the save in progress instead of
+        # saving at a later step.
         if keep_every and step % keep_every == 0:
             self.save()
             return
@@ -163,7 +163,8 @@ class SaveSchedule:
             return
         until = self.manager.quick_deadline
         # After the deadline, `wait` does not wait for the save, and only says whether it has
-        # finished. So there is no stall to measure, and `_stall` would wait for the GPU in vain.
+        # finished. So there is no stall to measure, and `_stall` would wait for the GPU without
+        # need.
         waits = time.monotonic() < until
         with self._stall() if waits else contextlib.nullcontext():
             can_start = self.manager.wait(until=until)

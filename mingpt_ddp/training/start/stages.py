@@ -83,14 +83,14 @@ class Inputs:
 
 @dataclass(frozen=True)
 class History:
-    """The run directory and the records that earlier attempts have left there.
+    """The run directory and the records that earlier starts of the run have left there.
 
-    On ranks other than zero, `owner` and `end` are None.
+    On ranks other than zero, `locked_directory` and `end` are None.
     """
 
     directory: Path
     store: SnapshotStore  # store of the run's snapshots
-    owner: RunDirectory | None = None  # lock of the directory
+    locked_directory: RunDirectory | None = None  # holds the lock, and writes the files
     end: HistoryEnd | None = None  # end of metrics.jsonl
     script: Path | None = None  # the script whose own loop trains the run; None for main.py
 
@@ -110,7 +110,7 @@ def open_directory(
         script: The user's script whose own loop trains the run. None for the loop of main.py.
 
     Raises:
-        ConfigError: Another loop has trained the run.
+        ConfigError: A different training loop has trained the run: of main.py, or of a script.
     """
     config = job.config
     _check_same_config(config, runtime)
@@ -118,14 +118,16 @@ def open_directory(
     store = snapshot_store(config, directory)
 
     def lock() -> History:
-        owner = RunDirectory(directory, wait_s=min(LOCK_WAIT_S, config.ddp.timeout_s / 2))
-        resources.callback(owner.release)
+        locked_directory = RunDirectory(
+            directory, wait_s=min(LOCK_WAIT_S, config.ddp.timeout_s / 2)
+        )
+        resources.callback(locked_directory.release)
         refuse_other_loop(directory, script)
-        owner.lock_snapshots(store.storage)
-        if lease := owner.leases.get(store.url):
+        locked_directory.lock_snapshots(store.storage)
+        if lease := locked_directory.leases.get(store.url):
             store.hold(lease)
-        store.check_owner = owner.check
-        return History(directory, store, owner, read_end(directory / METRICS), script)
+        store.check_owner = locked_directory.check
+        return History(directory, store, locked_directory, read_end(directory / METRICS), script)
 
     return runtime.group.keep_on_rank_zero(lock) or History(directory, store, script=script)
 
@@ -177,7 +179,7 @@ def _check_same_config(config: Config, runtime: Runtime) -> None:
         for rank, other in enumerate(configs):
             if differences := difference(configs[0], other):
                 raise ConfigError(
-                    f"rank {rank} has another configuration than rank 0: "
+                    f"rank {rank} has a different configuration than rank 0: "
                     f"{', '.join(differences)}; start all ranks with the same settings"
                 )
 
@@ -235,7 +237,7 @@ def build(inputs: Inputs, history: History, code: Callable[[], Code] | None = No
     Args:
         inputs: The inputs of the run.
         history: The run directory and its snapshots.
-        code: Waits until the code of this attempt has been read, and returns it. None on ranks
+        code: Waits until the source code of this start has been read, and returns it. None on ranks
             other than zero.
     """
     runtime = inputs.runtime
@@ -272,7 +274,7 @@ def resume(
         history: The run directory and its records.
         snapshots: The snapshots of the run.
         snapshot: Result of `snapshots.load_latest`. None to begin at step 0.
-        code: Waits until the code of this attempt has been read, and returns it. None on ranks
+        code: Waits until the source code of this start has been read, and returns it. None on ranks
             other than zero.
     """
     directory = history.directory
@@ -363,7 +365,8 @@ def _is_complete(length: RunLength, end: HistoryEnd | None, group: ProcessGroup)
     has_evaluated_last = state.step == state.val_step == length.steps
     if not has_evaluated_last and not has_stopped_early(state, length.trainer.patience):
         return False
-    # There is no metrics.jsonl here if the snapshot is from another place. Then `end` is None.
+    # If the snapshot was read from outside the run directory, there may be no metrics.jsonl. Then
+    # `end` is None.
     return group.run_on_rank_zero(lambda: end is None or end.is_complete)
 
 
@@ -376,13 +379,13 @@ def record_start(run: Run, history: History, job: Job, code: Callable[[], Code] 
         run: The run that starts.
         history: The run directory and its records.
         job: The job that trains the run.
-        code: Waits until the code of this attempt has been read, and returns it. None on ranks
+        code: Waits until the source code of this start has been read, and returns it. None on ranks
             other than zero.
     """
-    if history.owner is None:
+    if history.locked_directory is None:
         return
     config = run.config
-    previous = recorded_config(history.owner.path)
+    previous = recorded_config(history.locked_directory.path)
     if previous and run.is_complete:
         warn_of_unused_changes(previous, config)
     else:
@@ -392,7 +395,7 @@ def record_start(run: Run, history: History, job: Job, code: Callable[[], Code] 
             private[run.code["patch"]] = patch
         if history.script:
             private |= script_files(history.script, sys.argv[1:])
-        history.owner.record_start(config.to_dict(), job.hydra_files, files, private)
+        history.locked_directory.record_start(config.to_dict(), job.hydra_files, files, private)
     if run.is_complete:
         return
     log_code(run.code, run.resumed, run.state.step)
@@ -403,13 +406,15 @@ def record_start(run: Run, history: History, job: Job, code: Callable[[], Code] 
 
 
 def record_attempt(run: Run, history: History, times: StartTimes) -> None:
-    """Record that this attempt begins to train. Delete the result of an earlier attempt."""
+    """Record that this start of the run begins to train. Delete the result of an earlier start."""
     state = run.state
     state.world_size = run.runtime.group.world_size
     first_start = history.end.first_start if history.end else None
-    state.begin_attempt(times.elapsed, first_start, is_own=run.snapshots.last_step is not None)
-    if history.owner:
-        history.owner.clear_result()
+    state.begin_attempt(
+        times.elapsed, first_start, has_own_snapshot=run.snapshots.last_step is not None
+    )
+    if history.locked_directory:
+        history.locked_directory.clear_result()
 
 
 def open_trackers(run: Run) -> list[Sender]:

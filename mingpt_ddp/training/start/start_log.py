@@ -177,7 +177,7 @@ def log_changes(before: dict[str, Any], run: Run) -> None:
     old = flatten(with_defaults(with_data_format(recorded)))
     if unknown := sorted(map(str, flatten(recorded).keys() - old.keys())):
         log.info(
-            "ignored, because they are not keys any more: %s",
+            "the recorded configuration has keys that this version does not know, and ignores: %s",
             ", ".join(unknown)[:MAX_DESCRIPTION_CHARS],
         )
     new = flatten(run.config.to_dict())
@@ -198,7 +198,7 @@ def log_changes(before: dict[str, Any], run: Run) -> None:
         rows.append([" ".join(cell[:MAX_CELL_LENGTH].split()) for cell in row])
     step = run.state.step
     log.info(
-        "changed from step %d on, with %s steps left:\n%s",
+        "these values have changed from step %d on (%s steps are left):\n%s",
         step + 1,
         "?" if steps is None else steps - step,
         "\n".join(table_lines(rows, left=(0, 1, 2))),

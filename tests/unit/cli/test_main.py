@@ -24,7 +24,8 @@ OTHERS = [
     for name in MODULES
     if name.removesuffix(".__main__").removesuffix(".__init__") != "mingpt_ddp"
 ]
-REFUSAL = f"is not a command; write python -m mingpt_ddp COMMAND, one of {', '.join(COMMANDS)}\n"
+NAMES = ", ".join(COMMANDS)
+REFUSAL = f"is not a command; write python -m mingpt_ddp COMMAND; the commands are {NAMES}\n"
 
 
 @pytest.fixture

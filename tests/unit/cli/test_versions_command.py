@@ -242,15 +242,15 @@ def test_a_second_process_of_the_same_comparison_is_refused(compare):
     ("files", "more", "named"),
     [
         ({"../lib/shared.py": "a library\n"}, {}, None),
-        ({"../lib/shared.py": "edited since\n"}, {}, "../lib/shared.py"),
-        ({"../lib/gone.py": "deleted since\n"}, {}, "../lib/gone.py"),
+        ({"../lib/shared.py": "edited since\n"}, {}, "changed: ../lib/shared.py"),
+        ({"../lib/gone.py": "deleted since\n"}, {}, "changed: ../lib/gone.py"),
         (
             {"recipe/mine.py": "x = 2\n"},
             {},
-            "recipe/mine.py",
+            "changed: recipe/mine.py",
         ),  # the file of this checkout, not of HEAD
-        ({}, {"package": {"sha256": "q", "commit": None}}, "mingpt_ddp"),
-        ({}, {"earlier": ["12345678"]}, "but by several versions of it"),
+        ({}, {"package": {"sha256": "q", "commit": None}}, "changed: mingpt_ddp"),
+        ({}, {"earlier": ["12345678"]}, "the code changed between two starts of the job"),
     ],
     ids=str,
 )
@@ -267,7 +267,8 @@ def test_a_complete_job_counts_if_its_version_has_trained_it(files, more, named,
     if named is None:
         assert compare() == runs
     else:
-        assert f"was not trained by the code of HEAD ({named}): restore" in last_line(compare)
+        expected = f"was not trained with the present code of HEAD ({named}); restore"
+        assert expected in last_line(compare)
 
 
 def test_a_job_with_another_configuration_does_not_count(compare):
@@ -281,9 +282,9 @@ def test_a_job_with_another_configuration_does_not_count(compare):
     compare()
     config["optimizer"]["lr"] = 0.2
     file.write_text(json.dumps(config))
-    expected = "with the configuration that HEAD has now (optimizer.lr: 0.1 -> 0.2): delete"
+    expected = "with the configuration that HEAD has now (optimizer.lr: 0.1 -> 0.2); delete"
     assert expected in last_line(compare)
     config["optimizer"]["lr"] = 0.1
     file.write_text(json.dumps(config))
     (run / "config.2.yaml").touch()
-    assert "it has config.2.yaml" in last_line(compare)
+    assert "a later start changed it: see config.2.yaml" in last_line(compare)

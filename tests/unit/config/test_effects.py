@@ -17,7 +17,7 @@ from mingpt_ddp.config.config import (
     OMITTED_IF_NULL,
     default_values,
     effect_of,
-    named_values,
+    values_in_name,
 )
 from mingpt_ddp.config.hints import known_keys
 from mingpt_ddp.config.keys.components import DatasetConfig
@@ -140,7 +140,7 @@ def test_every_part_of_the_package_treats_a_key_as_the_schema_says(
         monkeypatch.setitem(classes, other, classes[selected(group, values[group])[1]])
     changed = with_value(values, key, other)
     assert changed != values
-    assert (named_values(changed) != named_values(values)) == enters_name(field)
+    assert (values_in_name(changed) != values_in_name(values)) == enters_name(field)
 
     bits = effect_of(key) in ("training", "rounding") and key not in NOT_IN_SETTINGS
     before, after = ({"config": each, "steps": 10} for each in (values, changed))

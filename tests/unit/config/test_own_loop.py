@@ -10,7 +10,7 @@ from mingpt_ddp.config import own_loop
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.config.hints import known_keys
 from mingpt_ddp.config.loaded_code import record_file
-from mingpt_ddp.config.own_loop import KEYS_OF_MAIN, refuse_unread_keys, refuse_unread_words
+from mingpt_ddp.config.own_loop import KEYS_OF_MAIN_LOOP, refuse_unread_keys, refuse_unread_words
 from mingpt_ddp.errors import ConfigError
 
 SETTINGS = {
@@ -23,10 +23,10 @@ SETTINGS = {
 
 
 def test_every_key_of_the_list_exists():
-    assert {*KEYS_OF_MAIN} <= {*known_keys()}
+    assert {*KEYS_OF_MAIN_LOOP} <= {*known_keys()}
 
 
-@pytest.mark.parametrize("key", KEYS_OF_MAIN)
+@pytest.mark.parametrize("key", KEYS_OF_MAIN_LOOP)
 def test_a_key_that_the_script_does_not_read_is_refused(key, tmp_path):
     script = tmp_path / "train.py"
     record_file(script, b"EVERY = 10\n")

@@ -8,14 +8,14 @@ import os
 import pytest
 
 from mingpt_ddp.distributed.launch import slots
-from mingpt_ddp.distributed.launch.slots import CORES, bind_cores, divide
+from mingpt_ddp.distributed.launch.slots import CORES_VARIABLE, bind_cores, divide
 
 
 def test_slots_have_cores_and_gpus_of_their_own():
     found = divide(2, [0, 1, 4, 5, 6], 2, ["0", "1", "3", "GPU-7"])
     assert [slot.cores for slot in found] == [(0, 1), (4, 5)]
     assert [slot.gpus for slot in found] == [("0", "1"), ("3", "GPU-7")]
-    assert found[1].environ() == {CORES: "4,5", "CUDA_VISIBLE_DEVICES": "3,GPU-7"}
+    assert found[1].environ() == {CORES_VARIABLE: "4,5", "CUDA_VISIBLE_DEVICES": "3,GPU-7"}
 
 
 def test_slots_share_cores_if_there_are_too_few():
@@ -34,9 +34,9 @@ def test_a_worker_keeps_to_the_cores_of_its_slot():
     queue = multiprocessing.get_context("fork").SimpleQueue()
 
     def worker() -> None:
-        os.environ[CORES] = str(core)
+        os.environ[CORES_VARIABLE] = str(core)
         bind_cores()
-        queue.put((os.sched_getaffinity(0), CORES in os.environ))
+        queue.put((os.sched_getaffinity(0), CORES_VARIABLE in os.environ))
 
     process = multiprocessing.get_context("fork").Process(target=worker)
     process.start()

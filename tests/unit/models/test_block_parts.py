@@ -342,7 +342,7 @@ OF_SHAPE = r"must return a tensor of shape \(B, T, C\), here \(2, 1, 16\), not"
         ("attention", lambda x, config: F.pad(x, (0, 1)), rf"{OF_SHAPE} \(2, 1, 17\)"),
         ("mlp", lambda x, config: x[..., :1], rf"{OF_SHAPE} \(2, 1, 1\)"),
         ("norm", lambda x, config: x[0], rf"{OF_SHAPE} \(1, 16\)"),
-        ("attention", Values, "and the values of the first block, not a Tensor alone"),
+        ("attention", Values, "and the attention values v1 of the first block, not a Tensor alone"),
     ],
 )
 def test_an_output_of_the_wrong_shape_is_refused(own, kind, part, problem):

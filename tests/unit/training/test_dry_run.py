@@ -258,7 +258,7 @@ class Sum(Plain):
     [
         (
             LooksAhead,
-            "the model own is not causal: its logits at a position depend on later characters",
+            "the model own is not causal: its logits at a position depend on later tokens",
         ),
         (
             MixesSequences,

@@ -194,7 +194,7 @@ def test_another_limit_that_is_smaller_is_named(monkeypatch, caplog):
     clock.train(200, step_s=0.0625)
     assert clock.state.step == 150
     assert caplog.messages == [
-        "trainer.max_minutes=1 is 960 steps: a step takes 62.5 ms",
+        "trainer.max_minutes=1 allows 960 steps: a step takes 62.5 ms",
         "trainer.max_steps=150 ends the run at step 150, before trainer.max_minutes=1.0; set "
         "trainer.max_steps=null to train on",
     ]

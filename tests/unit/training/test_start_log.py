@@ -65,7 +65,7 @@ def test_a_resume_logs_its_changes_and_the_number_of_steps_left(log_lines, cwd):
     torch.set_num_threads(2)
     train(NAME, STEPS + 2)
     assert lines_with(log_lines, "changed") == [
-        "INFO changed from step 5 on, with 2 steps left:\n"
+        "INFO these values have changed from step 5 on (2 steps are left):\n"
         "key                before  now\n"
         "trainer.max_steps  4       6\n"
         "threads            1       2\n"
@@ -98,7 +98,9 @@ def test_settings_of_a_run_without_a_snapshot_are_compared_with_its_last_start(l
     shutil.rmtree("run/snapshots")
     train(NAME, STEPS + 1)
     (table,) = lines_with(log_lines, "changed")
-    assert table.splitlines()[0] == "INFO changed from step 1 on, with 5 steps left:"
+    assert (
+        table.splitlines()[0] == "INFO these values have changed from step 1 on (5 steps are left):"
+    )
     assert ["trainer.max_steps", "4", "5"] in [row.split() for row in table.splitlines()]
 
 

@@ -1,1 +1,1 @@
-"""Compare settings, or versions of the code, and word the verdicts."""
+"""Compare settings (configurations that differ in more than the seed), or versions of the code."""

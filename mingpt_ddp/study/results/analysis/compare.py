@@ -1,4 +1,8 @@
-"""Compare one setting with each other setting, by their results with several seeds."""
+"""Compare one setting with each other setting, by their results with several seeds.
+
+A setting is a configuration without its seed. With sweep.until=decided, a sweep trains its settings
+with more and more seeds until the comparison is decided, and records the decisions.
+"""
 
 import math
 from collections import Counter
@@ -69,7 +73,7 @@ class SequentialVerdict:
     decision: Decision
     n_pairs: int  # number of tested pairs of seeds
     n_planned: int  # number of pairs if all seeds are trained
-    care: float | None  # the smallest difference that matters to the user
+    smallest_relevant: float | None  # the smallest difference that matters to the user
     n_comparisons: int  # number of settings that are compared with the reference
 
 

@@ -85,14 +85,14 @@ def to_text(
     return printable("\n".join(line.replace("\n", "\\n") for line in lines))
 
 
-def sentences(groups: list[Group], directories: list[Path], most: int) -> list[str]:
+def sentences(groups: list[Group], directories: list[Path], max_verdicts: int) -> list[str]:
     """Compare the best setting with each other setting. Return the verdicts as sentences.
 
     Args:
         groups: Groups as `replicates` returns them.
         directories: Directories from the command line.
-        most: Largest number of comparisons that get a sentence. If there are more, a last line
-            has the command that shows all.
+        max_verdicts: Largest number of verdicts to return. If there are more, a last line has the
+            command that shows all of them.
 
     Returns:
         An empty list if there is only one setting.
@@ -103,11 +103,11 @@ def sentences(groups: list[Group], directories: list[Path], most: int) -> list[s
     comparisons = compare(settings)
     if not comparisons:
         return [_no_verdict(settings)]
-    conclusions = [sentence(comparison) for comparison in comparisons[:most]]
-    if len(comparisons) > most:
+    conclusions = [sentence(comparison) for comparison in comparisons[:max_verdicts]]
+    if len(comparisons) > max_verdicts:
         command = compare_command(directories, groups[0].ranked_by)
         conclusions.append(
-            f"and {counted(len(comparisons) - most, 'more comparison')}: `{command}`"
+            f"`{command}` shows {counted(len(comparisons) - max_verdicts, 'more comparison')}"
         )
     return [
         *_order_notes(settings, comparisons),
@@ -155,9 +155,9 @@ def _sequential_sentence(comparison: Comparison, verdict: SequentialVerdict) -> 
         amount = _amount(difference, comparison.p)
     if verdict.decision is Decision.DIFFERENT:
         return f"{first.label} is better than {second.label} by {amount}"
-    if verdict.decision is Decision.SMALLER:
+    if verdict.decision is Decision.NEGLIGIBLE:
         names = f"the difference between {first.label} and {second.label}"
-        return f"{names} is smaller than {verdict.care:g}: {amount}"
+        return f"{names} is smaller than {verdict.smallest_relevant:g}: {amount}"
     why = f"{comparison.why}; " if comparison.why else ""
     return f"not decided between {first.label} and {second.label}: {why}{amount}"
 
@@ -170,10 +170,10 @@ def _amount(difference: Difference, p: float) -> str:
         format_number(value, f".{decimals}f")
         for value in (difference.difference, half, difference.low, difference.high)
     )
-    ours, theirs = difference.seeds
-    seeds = f"{ours} and {theirs} seeds"
+    n_first, n_second = difference.seeds
+    seeds = f"{n_first} and {n_second} seeds"
     if difference.test in (PAIRED, SEQUENTIAL):
-        seeds = f"{ours} paired seeds"
+        seeds = f"{n_first} paired seeds"
     if difference.test == SEQUENTIAL:
         seeds = f"sequential test after {seeds}"
     if difference.left_out:

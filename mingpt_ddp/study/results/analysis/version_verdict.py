@@ -29,8 +29,8 @@ class VersionVerdict:
     @property
     def is_equal(self) -> bool:
         """True if each seed has the same loss in both versions, to the last bit."""
-        theirs = self.other.by_seed
-        return bool(theirs) and theirs.items() <= self.first.by_seed.items()
+        losses = self.other.by_seed
+        return bool(losses) and losses.items() <= self.first.by_seed.items()
 
     @property
     def has_same_bits(self) -> bool:
@@ -80,10 +80,10 @@ class VersionVerdict:
             The mean ratio, and the lower and upper end of its 95% interval. None if fewer than two
             seeds have times in both versions.
         """
-        ours = means_by_seed(self.first.jobs, time)
-        theirs = means_by_seed(self.other.jobs, time)
-        both = [(ours[seed], theirs[seed]) for seed in ours if seed in theirs]
-        ratios = [one / other for one, other in both if min(one, other) > 0]
+        first = means_by_seed(self.first.jobs, time)
+        other = means_by_seed(self.other.jobs, time)
+        pairs = [(first[seed], other[seed]) for seed in first if seed in other]
+        ratios = [before / after for before, after in pairs if min(before, after) > 0]
         log_ratio = estimate([*map(math.log, ratios)])
         if log_ratio.mean is None or log_ratio.low is None or log_ratio.high is None:
             return None
@@ -104,16 +104,16 @@ def version_verdict(
     """
     first, *others = settings
     jobs = [job for setting in settings for job in setting.jobs]
-    ours = {seed_of(job): job for job in first.jobs}
+    first_jobs = {seed_of(job): job for job in first.jobs}
     comparisons = compare_with_first(settings)
     verdicts = []
     for other, comparison in zip(others, comparisons, strict=True):
         bits = {
-            seed: _bits(ours[seed], job, digests)
+            seed: _bits(first_jobs[seed], job, digests)
             for job in other.jobs
-            if (seed := seed_of(job)) in ours
+            if (seed := seed_of(job)) in first_jobs
             and job.directory in digests
-            and ours[seed].directory in digests
+            and first_jobs[seed].directory in digests
         }
         verdicts.append(VersionVerdict(first, other, comparison, bits))
     notes = comparison_notes(jobs, are_versions=True)
@@ -153,11 +153,11 @@ def _bits(one: RunRecord, other: RunRecord, digests: Mapping[Path, str]) -> str:
     """
     if digests[one.directory] == digests[other.directory]:
         return SAME
-    theirs = dict(other.history.series("train_loss"))
+    other_losses = dict(other.history.series("train_loss"))
     lengths = ""
     if other.step != one.step:
         lengths = f", different lengths ({other.step} steps against {one.step})"
     for step, loss in one.history.series("train_loss"):
-        if theirs.get(step, loss) != loss:
+        if other_losses.get(step, loss) != loss:
             return f"different bits, first seen at step {step}{lengths}"
     return f"different bits{lengths}"

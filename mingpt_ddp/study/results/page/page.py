@@ -47,7 +47,7 @@ from mingpt_ddp.study.results.runs import (
     why_no_best,
 )
 
-BARS = (
+BARS_NOTE = (
     "Bars: the 95% interval of each mean. They can overlap even if a comparison seed by "
     "seed shows a difference."
 )
@@ -207,7 +207,7 @@ def _sweep(figures: Figures, results: Results) -> dict[str, str]:
         text = f"These are the first {MAX_FIGURES} parameters; the table has the other {more}."
         parameters = f"<p>{text}</p>{parameters}"
     if results.has_replicates and parameters:
-        parameters = f"<p>{BARS}</p>{parameters}"
+        parameters = f"<p>{BARS_NOTE}</p>{parameters}"
     ranks = [*map(str, range(1, len(results.groups) + 1))]
     rank_of = dict[Path, str]()
     for rank, group in zip(ranks, results.groups, strict=True):

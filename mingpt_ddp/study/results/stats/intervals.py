@@ -19,7 +19,7 @@ class Estimate:
 
     n: int = 0
     mean: float | None = None
-    deviation: float | None = None  # standard deviation of the sample, with n - 1
+    deviation: float | None = None  # standard deviation of the sample (divides by n - 1)
     low: float | None = None  # lower end of the interval
     high: float | None = None  # upper end of the interval
 

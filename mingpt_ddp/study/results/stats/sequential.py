@@ -1,9 +1,10 @@
 """A test of paired differences that stays valid if you look at its result after every pair.
 
-It measures the evidence for a difference as an e-value. If the two settings do not differ, the
-chance that their e-value ever reaches 1 / L is at most L. Here the e-value is a Bayes factor of the
-t-test. Its prior on the effect size (the mean difference in standard deviations of the
-differences) is normal, with variance 1. Source: Pérez-Ortiz, Lardy, de Heide, Grünwald,
+A pair holds the results of two settings with the same seed, where a setting is a configuration
+without its seed. The test measures the evidence for a difference as an e-value. If the two settings
+do not differ, the chance that their e-value ever reaches 1 / L is at most L. Here the e-value is a
+Bayes factor of the t-test. Its prior on the effect size (the mean difference in standard deviations
+of the differences) is normal, with variance 1. Source: Pérez-Ortiz, Lardy, de Heide, Grünwald,
 *E-statistics, group invariance and anytime-valid testing*, 2022.
 """
 
@@ -20,7 +21,7 @@ class Decision(str, Enum):
     """The result of a sequential test that compares a setting with the reference."""
 
     DIFFERENT = "different"
-    SMALLER = "smaller"  # the difference is too small to matter to the user
+    NEGLIGIBLE = "smaller"  # the difference is smaller than the smallest relevant difference
     UNDECIDED = "undecided"
 
 
@@ -55,8 +56,8 @@ class SequentialTest:
     # Number of settings compared with the reference. The chance that any of these comparisons is
     # wrong is at most LEVEL.
     n_comparisons: int
-    # Smallest difference that the user cares about. None if every difference matters.
-    care: float | None = None
+    # Smallest difference that matters to the user. None if every difference matters.
+    smallest_relevant: float | None = None
 
     @property
     def log_threshold(self) -> float:
@@ -75,7 +76,7 @@ class SequentialTest:
         return n
 
     def evidence(self, pairs: Sequence[Pair]) -> Evidence | None:
-        """Test these pairs.
+        """Compute the evidence of these pairs.
 
         Returns:
             None if there are fewer than two pairs, or if their differences vary only by rounding.
@@ -91,8 +92,9 @@ class SequentialTest:
             return None
         log_e = _log_e(n, n * (mean / deviation) ** 2)
         half_width = self._largest_undecided_t(n) * deviation / math.sqrt(n)
-        is_small = self.care is not None and abs(mean) + half_width < self.care
-        decision = Decision.SMALLER if is_small else Decision.UNDECIDED
+        limit = self.smallest_relevant
+        is_negligible = limit is not None and abs(mean) + half_width < limit
+        decision = Decision.NEGLIGIBLE if is_negligible else Decision.UNDECIDED
         if log_e >= self.log_threshold:
             decision = Decision.DIFFERENT
         p = min(1.0, self.n_comparisons * math.exp(-max(log_e, 0.0)))
@@ -110,7 +112,7 @@ class SequentialTest:
         return None
 
     def _largest_undecided_t(self, n: int) -> float:
-        """Return the paired t of n pairs at which the e-value reaches the threshold.
+        """Return the t statistic of n pairs at which the e-value reaches the threshold.
 
         Return infinity if the e-value of n pairs stays below the threshold for every t.
         """

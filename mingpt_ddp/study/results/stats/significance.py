@@ -1,4 +1,7 @@
-"""Test whether the results of two settings differ by more than the chance of their seeds."""
+"""Test whether the results of two settings differ by more than the chance of their seeds.
+
+A setting is a configuration without its seed. It has one result for each seed.
+"""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -18,7 +21,7 @@ Values = Mapping[str, float]  # results of a setting by seed
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean of one setting minus the mean of another setting, over the tested seeds."""
+    """The mean of the second setting minus the mean of the first one, over the tested seeds."""
 
     difference: float
     low: float  # lower end of the 95% interval
@@ -88,21 +91,21 @@ def difference(one: Values, other: Values) -> Difference:
     """
     from scipy import stats
 
-    ours, theirs = _samples(one, other)
+    first, second = _samples(one, other)
     if are_paired(one, other):
-        name, test = PAIRED, stats.ttest_rel(theirs, ours)
-        mean = statistics.fmean(_differences(ours, theirs))
+        name, test = PAIRED, stats.ttest_rel(second, first)
+        mean = statistics.fmean(_differences(first, second))
     else:
-        name, test = "Welch", stats.ttest_ind(theirs, ours, equal_var=False)
-        mean = statistics.fmean(theirs) - statistics.fmean(ours)
+        name, test = "Welch", stats.ttest_ind(second, first, equal_var=False)
+        mean = statistics.fmean(second) - statistics.fmean(first)
     low, high = map(float, test.confidence_interval(CONFIDENCE))
-    seeds = len(ours), len(theirs)
+    seeds = len(first), len(second)
     left_out = len(one) + len(other) - sum(seeds)
     return Difference(mean, low, high, float(test.pvalue), name, seeds, left_out)
 
 
-def _differences(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    return [their - our for our, their in zip(ours, theirs, strict=True)]
+def _differences(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    return [after - before for before, after in zip(first, second, strict=True)]
 
 
 def _samples(one: Values, other: Values) -> tuple[list[float], list[float]]:

@@ -61,7 +61,8 @@ def _numbers(
 ) -> BaseDistribution:
     if isinstance(low, int) and isinstance(high, int):
         check(
-            max(-low, high) <= MAX_INT, f"{line}: whole numbers must be at most {MAX_INT} in size"
+            max(-low, high) <= MAX_INT,
+            f"{line}: whole numbers must lie between -{MAX_INT} and {MAX_INT}",
         )
         return IntDistribution(low, high, log=log, step=int(step or 1))
     check(math.isfinite(high - low), f"{line}: both ends and their difference must be finite")
@@ -90,19 +91,20 @@ def describe(distribution: BaseDistribution) -> str:
         return f"choice({','.join(map(str, distribution.choices))})"
     assert isinstance(distribution, FloatDistribution | IntDistribution)
     text = f"interval({distribution.low},{distribution.high})"
-    every_step = None  # the step with which no value of the interval is left out
+    default_step = None  # floats have no step, and whole numbers have a step of 1
     if isinstance(distribution, IntDistribution):
-        text, every_step = f"int({text})", 1
+        text, default_step = f"int({text})", 1
     if distribution.log:
         text = f"tag(log,{text})"
-    is_whole = distribution.step == every_step
-    return text if is_whole else f"{text} in steps of {distribution.step}"
+    has_default_step = distribution.step == default_step
+    return text if has_default_step else f"{text} in steps of {distribution.step}"
 
 
 def rounded(value: Any, distribution: BaseDistribution) -> Any:
     """Round a drawn float to four significant digits, or to more if the interval is narrow.
 
-    With a step, return the exact decimal number: 0.3, although 0.1 + 2 * 0.1 is slightly more.
+    If the distribution has steps, return the exact decimal number: 0.3, although 0.1 + 2 * 0.1 is
+    slightly more.
     """
     if not isinstance(distribution, FloatDistribution) or value == 0 or distribution.single():
         return value

@@ -1,4 +1,7 @@
-"""The study of a search. Optuna keeps its trials in a journal in the sweep's directory."""
+"""Keep the trials of a search in a study of Optuna: a journal in the sweep's directory.
+
+A trial is a job whose values a sampler has drawn.
+"""
 
 import contextlib
 import json
@@ -127,7 +130,7 @@ class Study:
         return f"other jobs have better evaluations (sweep.pruner={self._sweep.pruner})"
 
     def end(self, number: int, directory: Path) -> None:
-        """Record the end of a complete or pruned job, unless that is recorded already.
+        """Record the end of a complete or pruned job, unless its end is recorded already.
 
         Raises:
             RunError: The job's result.json does not have the metric.
@@ -251,7 +254,7 @@ class Study:
     def _repair(self) -> int:
         """Remove stale locks and a partial last line, which a kill or a full disk leaves behind.
 
-        Otherwise Optuna would wait 30 seconds for such a lock, and append to the partial line.
+        Otherwise Optuna would wait 30 seconds for a stale lock, and append to the partial line.
 
         Returns:
             The size of the journal in bytes, or 0 if there is no journal.

@@ -155,8 +155,8 @@ def test_notes_on_two_jobs(tmp_path, one, other, expected):
 
 MINUTES = {"trainer.max_minutes": 0.5, "trainer.max_steps": None, "trainer.max_epochs": None}
 UNEQUAL = (
-    "not at equal time: settings with trainer.max_minutes=0.5 trained for 0.353 to 0.5 minutes. "
-    "The pace of the machine changed, or another limit ended some jobs"
+    "the comparison is not at equal time: settings with trainer.max_minutes=0.5 trained for 0.353 "
+    "to 0.5 minutes. The pace of the machine changed, or another limit ended some jobs"
 )
 
 

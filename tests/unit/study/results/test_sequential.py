@@ -72,12 +72,12 @@ def test_a_decision_stands_although_later_pairs_disagree():
 def test_a_difference_too_small_to_matter_is_decided():
     small = pairs(0.01, -0.01, 0.02, -0.02, 0.0, 0.01, -0.01, 0.005)
     assert ONE.evidence(small).decision is Decision.UNDECIDED
-    assert SequentialTest(1, care=0.1).evidence(small).decision is Decision.SMALLER
-    assert SequentialTest(1, care=0.001).evidence(small).decision is Decision.UNDECIDED
+    assert SequentialTest(1, smallest_relevant=0.1).evidence(small).decision is Decision.NEGLIGIBLE
+    assert SequentialTest(1, smallest_relevant=0.001).evidence(small).decision is Decision.UNDECIDED
 
 
 @pytest.mark.parametrize("differences", [(0.0,) * 8, (0.1,) * 8, (0.1 + 1e-15, 0.1) * 4, (1.0,)])
 def test_rounding_and_a_single_pair_decide_nothing(differences):
-    test = SequentialTest(1, care=10.0)
+    test = SequentialTest(1, smallest_relevant=10.0)
     assert test.evidence(pairs(*differences)) is None
     assert test.decided_after(pairs(*differences)) is None

@@ -8,7 +8,7 @@ import pytest
 from multiprocess.ranks import configure, typed
 
 from mingpt_ddp.config.job import Outcome, RunStatus, SweepPlace
-from mingpt_ddp.errors import ConfigError, JobError
+from mingpt_ddp.errors import ConfigError, JobError, counted
 from mingpt_ddp.process.env import DistEnv
 from mingpt_ddp.process.exit import FAILURE, USER_ERROR
 from mingpt_ddp.process.root_cause import failed
@@ -33,7 +33,7 @@ ENDS = {
 )
 def test_the_last_attempt_of_each_job_decides(attempts, code, tmp_path):
     config = typed(configure(f"run.root={tmp_path}"))
-    sweep = Sweep(env=DistEnv(), config=config, directory=tmp_path, planned=2)
+    sweep = Sweep(env=DistEnv(), config=config, directory=tmp_path, n_jobs=2)
     sweep.record(SweepPlace(1, "another job"), ENDS["mistake"])
     for end in attempts:
         sweep.failed.pop(0, None)  # a retry does the same
@@ -48,22 +48,22 @@ BOTH = f"{RETRY}; a job with a config error needs other settings"
 
 
 @pytest.mark.parametrize(
-    ("ends", "planned", "advice"),
+    ("ends", "n_jobs", "advice"),
     [
         (["crash"], 1, RETRY),
         (["mistake", "mistake"], 2, CORRECT),
         (["mistake", "crash"], 2, BOTH),
-        (["mistake"], 3, f"2 have not started; raise sweep.max_failures, or {CORRECT}"),
-        (["crash"], 3, f"2 have not started; raise sweep.max_failures, or {RETRY}"),
+        (["mistake"], 3, f"2 jobs did not start; raise sweep.max_failures, or {CORRECT}"),
+        (["crash"], 3, f"2 jobs did not start; raise sweep.max_failures, or {RETRY}"),
     ],
 )
-def test_a_retry_is_advised_only_if_it_may_help(ends, planned, advice, tmp_path):
+def test_a_retry_is_advised_only_if_it_may_help(ends, n_jobs, advice, tmp_path):
     """After a config error, the same command would fail again."""
     config = typed(configure(f"run.root={tmp_path}"))
-    sweep = Sweep(env=DistEnv(), config=config, directory=tmp_path, planned=planned)
+    sweep = Sweep(env=DistEnv(), config=config, directory=tmp_path, n_jobs=n_jobs)
     for number, end in enumerate(ends):
         sweep.record(SweepPlace(number, f"job {number}"), ENDS[end])
     labels = "; ".join(f"job {number}" for number in range(len(ends)))
     assert str(sweep.finish().error) == (
-        f"job error: {len(ends)} of {len(ends)} failed: {labels}; {advice}"
+        f"job error: {len(ends)} of {counted(len(ends), 'job')} failed: {labels}; {advice}"
     )

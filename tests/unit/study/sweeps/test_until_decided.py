@@ -143,7 +143,9 @@ def test_another_recipe_under_the_same_name_is_refused(tmp_path):
     words = [*RULE, "run.seed=range(1,13)", "optimizer.lr=0.1,0.2"]
     NeededJobs(tmp_path, SweepFile(tmp_path), rule(*words))
     NeededJobs(tmp_path, SweepFile(tmp_path), rule(*words))
-    with pytest.raises(ConfigError, match=r"and model\.n_layer \d, now 7; restore the first value"):
+    with pytest.raises(
+        ConfigError, match=r"and model\.n_layer=\d, but now model\.n_layer is 7; restore"
+    ):
         NeededJobs(tmp_path, SweepFile(tmp_path), rule(*words, "model.n_layer=7"))
 
 
