@@ -209,7 +209,7 @@ def test_a_long_row(settings, tmp_path, monkeypatch):
     """A line or an array may be as long as a limit. The error names the limit."""
     long = {"text": "to be, " * (HEAD_BYTES // 4)}
     for content, limit, advice in (
-        (json.dumps(long), "MAX_RECORD", "line 1 has over 262,144 bytes; split it"),
+        (json.dumps(long), "MAX_RECORD", "line 1 has over 262,144 bytes; split the line"),
         (json.dumps([long]), "MAX_ARRAY", "a JSON array of over 262,144 bytes; write it as JSON L"),
     ):
         assert long["text"] in text_of(settings(content))
