@@ -170,8 +170,8 @@ class Muon(torch.optim.AdamW):
     def __init__(self, model: nn.Module, config: MuonConfig) -> None:
         """
         Args:
-            model: Model whose parameters are updated. Muon updates its matrices, except those of
-                embeddings and of the submodule `head`. If a module has an attribute `parts`, its
+            model: Model whose parameters are updated. Muon updates its matrices, except the weights
+                of embeddings and of the submodule `head`. If a module has an attribute `parts`, its
                 weight is that many matrices, concatenated by rows. A tensor with more than two
                 dimensions is a batch of matrices.
         """

@@ -18,8 +18,8 @@ Nothing in a snapshot can run code: tensors are stored as safetensors, everythin
 Untrusted snapshots are safe to read, because names are validated and the size of each file is known
 before it is read.
 
-Files, fields and tensors never change their names. Later versions may add some. This version
-ignores those.
+Files, fields and tensors never change their names. Later versions may add files, fields
+and tensors, which this version ignores.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def decode_manifest(content: bytes, step: int) -> Files:
 
     Raises:
         CorruptSnapshotError: The manifest differs from the bytes that `encode_manifest` writes.
-        SnapshotError: Another version of this package wrote the manifest, in another format.
+        SnapshotError: This version cannot read the format in which the manifest was written.
     """
     try:
         values = load_json(content)

@@ -163,7 +163,7 @@ def load_optimizer_state(
     would not check the shapes, and would write out of bounds.
 
     Raises:
-        SnapshotError: The state belongs to other parameters or to another optimizer.
+        SnapshotError: The state does not fit the parameters of the model, or the optimizer.
     """
     parameters = parameters_by_name(model, optimizer)
     number_types = {kind.__name__: kind for kind in NUMBER_DTYPES}

@@ -91,7 +91,7 @@ class StoreReader:
             IncompleteSnapshotError: There is no manifest.
             CorruptSnapshotError: The manifest is damaged, or the size of a file is not the size
                 in the manifest.
-            SnapshotError: Another version wrote the snapshot, in another format.
+            SnapshotError: This version cannot read the format in which the snapshot was written.
             StorageError: The storage does not respond.
         """
         size = self.size(step, layout.MANIFEST)
@@ -136,7 +136,7 @@ class StoreReader:
         Raises:
             CorruptSnapshotError: The snapshot is incomplete, damaged or larger than the memory.
             StorageUnavailableError: The storage does not respond.
-            SnapshotError: Another version wrote the snapshot, in another format.
+            SnapshotError: This version cannot read the format in which the snapshot was written.
         """
         try:
             files, state = self.read_metadata(step, kinds)
@@ -195,7 +195,7 @@ class StoreReader:
         Return None if there is no such snapshot.
 
         Raises:
-            SnapshotError: Another version wrote the snapshot, in another format.
+            SnapshotError: This version cannot read the format in which the snapshot was written.
             StorageUnavailableError: The storage does not respond.
         """
         for step in reversed(self.steps()):

@@ -254,8 +254,8 @@ class LanguageModel(Task):
     def in_ids_of_model(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Translate tokens and targets (B, T) from the ids of the text to the ids of the model.
 
-        They differ if the run starts from weights that were trained on another text. Begin a `loss`
-        of your own with this call.
+        They differ if the run starts from weights that were trained on a different text. Begin a
+        `loss` of your own with this call.
         """
         if self._model_ids is None:
             return batch

@@ -57,7 +57,7 @@ class RunLength:
         self.steps_per_epoch = steps_per_epoch
         self.state = state or TrainState()
         # The last step, if trainer.max_minutes was over before it became a number of steps. It is
-        # not saved. If the user later allows more minutes, the number of steps is computed anew.
+        # not saved. If the user later allows more minutes, the number of steps is computed again.
         self.out_of_time_at: int | None = None
         # Only for a training loop of the user's own: the step at which the loop ended the run in an
         # earlier start. The loop may stop before any limit is reached.

@@ -22,7 +22,7 @@ MIN_GOODPUT_S = 600.0
 
 
 def record_end(
-    run: Run, owner: RunDirectory | None, observers: Observers, outcome: TrainingEnd
+    run: Run, locked_directory: RunDirectory | None, observers: Observers, outcome: TrainingEnd
 ) -> None:
     """Write result.json, complete the trackers, call the hooks of the event `end`, and log a line.
 
@@ -30,14 +30,14 @@ def record_end(
 
     Args:
         run: The run that has ended.
-        owner: The locked run directory. None on ranks other than zero, which do nothing.
+        locked_directory: The locked run directory. None on ranks other than zero, which do nothing.
         observers: The hooks and trackers of the run.
         outcome: How the training ended, with the metrics of the test split.
     """
-    if owner is None:
+    if locked_directory is None:
         return
     result = _result(run, outcome)
-    owner.write_result(result)
+    locked_directory.write_result(result)
     if outcome.status is not RunStatus.PREEMPTED:
         for sender in observers.senders:
             sender.finish(result)
@@ -46,7 +46,7 @@ def record_end(
         if not run.is_complete:
             observers.hooks.call("end", result)
     if outcome.status is RunStatus.COMPLETE:
-        log_end(run, outcome, owner.path)
+        log_end(run, outcome, locked_directory.path)
 
 
 def _result(run: Run, outcome: TrainingEnd) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def train_run(
             trainer = begin_attempt(run, history, times, evaluator, observers)
             with snapshot_when_out_of_memory(run.directory, runtime.group.rank):
                 outcome = trainer.train()
-        record_end(run, history.owner, observers, outcome)
+        record_end(run, history.locked_directory, observers, outcome)
     if outcome.status is RunStatus.PREEMPTED:
         return None
     return run.state.val_metrics

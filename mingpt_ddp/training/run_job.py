@@ -261,7 +261,7 @@ def _train(
     ended = None
     if metrics is not None:
         ended = group.run_on_rank_zero(lambda: (_status(job), records.value_of(job)))
-    # A signal may have come too late to stop this job. The outcome reports it all the same.
+    # A signal may have come too late to stop this job. The outcome reports it nevertheless.
     signalled = any(group.all_gather(signals.signal_name is not None))
     runtime.close()
     if job.place is not None:

@@ -72,8 +72,8 @@ class RunLog:
         Raises:
             RunError: Another process trains this run, or the directory cannot be written.
             SnapshotError: There are snapshots, but none that this run can resume from.
-            ConfigError: run.resume is "never", which only main.py supports; or another loop has
-                trained the run; or the script has ignored a setting on its command line.
+            ConfigError: run.resume is "never", which only main.py supports; or a different training
+                loop has trained the run; or the script has ignored a setting on its command line.
         """
         refuse_unread_words(step.task.config)
         check(
@@ -103,7 +103,7 @@ class RunLog:
         record_start(run, history, job, code)
         self._run = run
         self._step = step
-        self._owner = history.owner
+        self._locked_directory = history.locked_directory
         self._observers = Observers(Hooks(runtime.group), open_trackers(run), None, SignalHandler())
         self._lr = 0.0
         self._begun_save: int | None = None  # step of the save that began last
@@ -131,7 +131,7 @@ class RunLog:
                 return
             if not self.is_complete:
                 self._end()
-            elif self._owner:
+            elif self._locked_directory:
                 end = TrainingEnd(RunStatus.COMPLETE, recorded_test(self.directory))
                 log_end(self._run, end, self.directory)
 
@@ -242,4 +242,6 @@ class RunLog:
         self._saves.commit()
         self._metrics.commit(self.state.step)
         self._metrics.complete(self.state.step)
-        record_end(self._run, self._owner, self._observers, TrainingEnd(RunStatus.COMPLETE, {}))
+        record_end(
+            self._run, self._locked_directory, self._observers, TrainingEnd(RunStatus.COMPLETE, {})
+        )

@@ -173,7 +173,7 @@ class TrainStep:
         """Return the shares of a micro-batch in the step's losses and metrics.
 
         Return {} for a micro-batch with scale 0. With fsdp, a rank that has fewer micro-batches
-        than others repeats its last one, only to take part in the collectives.
+        than other ranks repeats its last micro-batch, only to take part in the collectives.
         """
         if not micro.scale:
             return {}

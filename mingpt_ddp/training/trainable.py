@@ -1,4 +1,4 @@
-"""The objects that all parts of a run share: `Trainable` has those that training changes."""
+"""The objects that all parts of a run share. Training changes the objects in `Trainable`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -74,8 +74,8 @@ def refuse_other_location(store: SnapshotStore, directory: Path) -> None:
     for url in locations(str(directory)):
         if url in (store.url, str(directory)):
             continue
-        other = _open_store(url)
-        if any(map(other.is_committed, other.steps())):
+        other_store = _open_store(url)
+        if any(map(other_store.is_committed, other_store.steps())):
             where = redact(url)
             raise SnapshotError(
                 f"the run has snapshots at {where}, but none at {redact(store.url)}; add "
@@ -98,8 +98,8 @@ def snapshot_to_resume(
         kinds: Kinds of tensors to read from `source` as well, to find out now if they are damaged.
 
     Raises:
-        SnapshotError: Another version wrote the snapshot, in another format, or the run has
-            snapshots at another location only.
+        SnapshotError: This version cannot read the format in which the snapshot was written, or the
+            run has snapshots at another location only.
         StorageUnavailableError: The store does not respond.
     """
     if newest := store.newest_state():

@@ -158,9 +158,9 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 
 
 class Smear(nn.Module):
-    """Add a learned fraction of the previous token's vector to the vector of each token.
+    """A layer that adds a fraction of the previous token's vector to the vector of each token.
 
-    Each channel has its own fraction.
+    Each channel has its own learned fraction.
     """
 
     def __init__(self, n_embd: int) -> None:
@@ -174,7 +174,7 @@ class Smear(nn.Module):
 
 
 class NGramEmbedding(nn.Module):
-    """Look up a vector for the newest 2, 3, 4 and 5 tokens at each position, and join the vectors.
+    """An embedding that joins vectors for the newest 2, 3, 4 and 5 tokens at each position.
 
     A hash of the tokens' ids selects the row of the table. Each vector has C / 4 elements.
     """

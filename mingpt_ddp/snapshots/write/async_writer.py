@@ -28,7 +28,8 @@ from mingpt_ddp.snapshots.write.store import SnapshotStore
 
 log = logging.getLogger(__name__)
 
-# By file name: the tensors of a safetensors file by their names, or the bytes of another file.
+# The contents of files, by file name: named tensors for a safetensors file, bytes for any other
+# file.
 FileContents = dict[str, dict[str, Tensor] | bytes]
 
 

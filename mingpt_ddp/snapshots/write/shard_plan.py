@@ -127,10 +127,10 @@ class ShardPlan:
         self._writers = self._writers or ranks_with_same_storage(self.group, self.storage)
         world_size = self.group.world_size
         if 0 < len(self._writers) < world_size:
-            other = next(rank for rank in range(world_size) if rank not in self._writers)
+            excluded = next(rank for rank in range(world_size) if rank not in self._writers)
             raise ConfigError(
                 f"ddp.strategy={self.strategy.name} needs snapshots that every rank can read, but "
-                f"rank {other} does not see the files of rank 0; set snapshot.path to a shared "
+                f"rank {excluded} does not see the files of rank 0; set snapshot.path to a shared "
                 "directory or an object store"
             )
 

@@ -1,4 +1,4 @@
-"""A trial run: the run's own train step, with new objects and one small batch."""
+"""A trial run: a few steps of a run with new objects and a small batch, in the dry run."""
 
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial

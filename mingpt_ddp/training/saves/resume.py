@@ -236,8 +236,8 @@ def check_state(step: int, state: Any, task: Task) -> None:
         task: The task of this run.
 
     Raises:
-        SnapshotError: The snapshot has another task, model, data or data order than this run, or
-            its state is invalid.
+        SnapshotError: The task, model, data or data order differs between the snapshot and this
+            run, or the state of the snapshot is invalid.
     """
     config = task.config
     try:

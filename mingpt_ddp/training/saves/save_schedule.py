@@ -163,7 +163,8 @@ class SaveSchedule:
             return
         until = self.manager.quick_deadline
         # After the deadline, `wait` does not wait for the save, and only says whether it has
-        # finished. So there is no stall to measure, and `_stall` would wait for the GPU in vain.
+        # finished. So there is no stall to measure, and `_stall` would wait for the GPU without
+        # need.
         waits = time.monotonic() < until
         with self._stall() if waits else contextlib.nullcontext():
             can_start = self.manager.wait(until=until)

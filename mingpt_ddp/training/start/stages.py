@@ -85,12 +85,12 @@ class Inputs:
 class History:
     """The run directory and the records that earlier starts of the run have left there.
 
-    On ranks other than zero, `owner` and `end` are None.
+    On ranks other than zero, `locked_directory` and `end` are None.
     """
 
     directory: Path
     store: SnapshotStore  # store of the run's snapshots
-    owner: RunDirectory | None = None  # holds the lock of the directory, and writes its files
+    locked_directory: RunDirectory | None = None  # holds the lock, and writes the files
     end: HistoryEnd | None = None  # end of metrics.jsonl
     script: Path | None = None  # the script whose own loop trains the run; None for main.py
 
@@ -118,14 +118,16 @@ def open_directory(
     store = snapshot_store(config, directory)
 
     def lock() -> History:
-        owner = RunDirectory(directory, wait_s=min(LOCK_WAIT_S, config.ddp.timeout_s / 2))
-        resources.callback(owner.release)
+        locked_directory = RunDirectory(
+            directory, wait_s=min(LOCK_WAIT_S, config.ddp.timeout_s / 2)
+        )
+        resources.callback(locked_directory.release)
         refuse_other_loop(directory, script)
-        owner.lock_snapshots(store.storage)
-        if lease := owner.leases.get(store.url):
+        locked_directory.lock_snapshots(store.storage)
+        if lease := locked_directory.leases.get(store.url):
             store.hold(lease)
-        store.check_owner = owner.check
-        return History(directory, store, owner, read_end(directory / METRICS), script)
+        store.check_owner = locked_directory.check
+        return History(directory, store, locked_directory, read_end(directory / METRICS), script)
 
     return runtime.group.keep_on_rank_zero(lock) or History(directory, store, script=script)
 
@@ -363,7 +365,8 @@ def _is_complete(length: RunLength, end: HistoryEnd | None, group: ProcessGroup)
     has_evaluated_last = state.step == state.val_step == length.steps
     if not has_evaluated_last and not has_stopped_early(state, length.trainer.patience):
         return False
-    # There is no metrics.jsonl here if the snapshot is from another place. Then `end` is None.
+    # If the snapshot was read from outside the run directory, there may be no metrics.jsonl. Then
+    # `end` is None.
     return group.run_on_rank_zero(lambda: end is None or end.is_complete)
 
 
@@ -379,10 +382,10 @@ def record_start(run: Run, history: History, job: Job, code: Callable[[], Code] 
         code: Waits until the source code of this start has been read, and returns it. None on ranks
             other than zero.
     """
-    if history.owner is None:
+    if history.locked_directory is None:
         return
     config = run.config
-    previous = recorded_config(history.owner.path)
+    previous = recorded_config(history.locked_directory.path)
     if previous and run.is_complete:
         warn_of_unused_changes(previous, config)
     else:
@@ -392,7 +395,7 @@ def record_start(run: Run, history: History, job: Job, code: Callable[[], Code] 
             private[run.code["patch"]] = patch
         if history.script:
             private |= script_files(history.script, sys.argv[1:])
-        history.owner.record_start(config.to_dict(), job.hydra_files, files, private)
+        history.locked_directory.record_start(config.to_dict(), job.hydra_files, files, private)
     if run.is_complete:
         return
     log_code(run.code, run.resumed, run.state.step)
@@ -410,8 +413,8 @@ def record_attempt(run: Run, history: History, times: StartTimes) -> None:
     state.begin_attempt(
         times.elapsed, first_start, has_own_snapshot=run.snapshots.last_step is not None
     )
-    if history.owner:
-        history.owner.clear_result()
+    if history.locked_directory:
+        history.locked_directory.clear_result()
 
 
 def open_trackers(run: Run) -> list[Sender]:
