@@ -236,7 +236,7 @@ def single_kills(scratch: Path, every: str, kills: int, rng: random.Random) -> d
 
 def restart_stages(log_text: str) -> dict[str, float]:
     """Compute the median seconds of each stage of the restarts from main.rank0.log."""
-    starts = re.findall(r"INFO of these: (.*)", log_text)[1:]
+    starts = re.findall(r"INFO the stages of this start took: (.*)", log_text)[1:]
     seconds: dict[str, list[float]] = {}
     for start in starts:
         for stage, taken in re.findall(r"([a-z ]+) ([\d.]+) s", start):

@@ -1,6 +1,7 @@
-"""Repeat one training step of a run, show its text, and compare its results with the run.
+"""Repeat one training step of a run, show its training text, and compare its results.
 
-The repeated step must give the same loss, gradients and weights as the run, to the last bit.
+On as many ranks as the run had, the repeated step should have the recorded gradient norm and give
+the recorded weights, to the last bit.
 """
 
 import contextlib
@@ -97,8 +98,8 @@ def look_at(
     expected, difference = expected_hashes(recorded, interval)
     is_damaged = bool(difference)
     difference = difference or find_other_hash(interval, expected, repeated)
-    norms = _norms(logged, interval)
-    changed_norms = norms - _norms(_read_metrics(directory / REPLAY_RUN_NAME), interval)
+    norms = _gradient_norms(logged, interval)
+    changed_norms = norms - _gradient_norms(_read_metrics(directory / REPLAY_RUN_NAME), interval)
     if changed_norms and not difference:
         difference = "step {} does not give the recorded gradient norm {}".format(
             *min(changed_norms)
@@ -128,7 +129,7 @@ def _read_metrics(directory: Path) -> dict[int, Record]:
     return {}
 
 
-def _norms(logged: Mapping[int, Record], interval: Interval) -> set[tuple[int, float]]:
+def _gradient_norms(logged: Mapping[int, Record], interval: Interval) -> set[tuple[int, float]]:
     """Return the steps of an interval that have a logged gradient norm, with that norm."""
     steps = range(interval.base + 1, interval.target + 1)
     return {(n, logged[n]["grad_norm"]) for n in steps if logged.get(n, {}).get("grad_norm")}

@@ -201,6 +201,7 @@ def train_as_worker(text: str, ends: WorkerEnds) -> None:
 
     Args:
         text: The job as JSON.
+        ends: Connections from this worker to its parent.
     """
     _set_up_process()
     exits = ProcessExit()

@@ -41,7 +41,7 @@ __all__ = [
 
 Builder = TypeVar("Builder", bound=Callable[..., Any])
 # A builder is a registered class or function that makes a component, such as a model. This table
-# has all builders by kind and name, also the kinds hook and action, which have no configuration.
+# has all builders by kind and name. Hooks and actions have builders, but no configuration.
 BUILDERS: dict[str, dict[str, Callable[..., Any]]] = {
     kind: {} for kind in (*BASES, "hook", "action")
 }

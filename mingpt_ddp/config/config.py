@@ -28,7 +28,8 @@ from mingpt_ddp.config.keys.trainer_config import TrainerConfig
 from mingpt_ddp.config.validation import NotRegisteredError, build, check, field_types
 from mingpt_ddp.errors import ConfigError
 
-LIMITS = ("max_epochs", "max_steps", "max_minutes")
+LIMITS = ("max_epochs", "max_steps", "max_minutes")  # keys of trainer that end a run
+# The value of the key that selects the dataclass of a group (task.name), if the key is not set.
 DEFAULT_CHOICE = {"task": "language_model"}
 # Groups that did not exist in early versions of this package. A recorded configuration may lack
 # them, and then gets these values.

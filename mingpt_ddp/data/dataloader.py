@@ -1,6 +1,7 @@
 """Load batches as a pure function of the seed and the step, the same at any world size.
 
-The windows of several steps are gathered in one call.
+A window is a run of consecutive tokens, from which one sequence and its targets are cut. The
+windows of several steps are gathered in one call.
 
 Shapes: B sequences in a micro-batch, T = block_size tokens, N windows in one call.
 """
@@ -18,7 +19,7 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.job import run_name
 from mingpt_ddp.data.rng import Ints, derive_seed, feistel_permute
 from mingpt_ddp.data.tokens.shards import Shards
-from mingpt_ddp.errors import ConfigError, DataError
+from mingpt_ddp.errors import ConfigError, DataError, counted
 
 Device = torch.device | str
 SHUFFLE_CHUNK = 1 << 13  # number of positions of an epoch that are permuted in one call
@@ -40,7 +41,8 @@ class MicroBatch:
         index: Number of the micro-batch in its step, counted over all ranks.
         batch: For text, x and y (B, T) int64, where y holds the token that follows each token of x.
             For other datasets, collated samples.
-        scale: Factor for the loss before the backward pass. 0 if only other ranks need this pass.
+        scale: Factor for the loss before the backward pass. 0 if this rank repeats a
+            micro-batch only because the other ranks have one more pass, which is a collective.
         loss_divisor: Number of passes, over all ranks, whose losses make up the mean of the step.
         is_last: True for this rank's last micro-batch in the step.
     """
@@ -123,15 +125,15 @@ def plan_batches(config: Config, world_size: int, kept: int | None = None) -> Ba
     if world_size > plan.n_micro:
         raise ConfigError(
             f"trainer.batch_size={batch} in micro-batches of {micro} occupies {plan.n_micro} of "
-            f"{world_size} ranks; use at most {plan.n_micro}, or a new run with a larger batch or "
-            "smaller micro-batches"
+            f"{world_size} ranks; use at most {counted(plan.n_micro, 'rank')}, or start a new "
+            "run with a larger batch or smaller micro-batches"
         )
     # A CUDA graph runs one micro-batch. Replaying it for the next micro-batch would overwrite the
     # gradients of the first.
     if trainer.compile == "cuda_graphs" and plan.n_micro > 1:
         raise ConfigError(
             f"trainer.compile=cuda_graphs needs one micro-batch, but trainer.batch_size={batch} "
-            f"makes {plan.n_micro} of {micro} sequences; use trainer.compile=true"
+            f"makes {plan.n_micro} micro-batches of {micro} sequences; use trainer.compile=true"
         )
     return plan
 

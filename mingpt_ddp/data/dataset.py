@@ -56,7 +56,8 @@ class EncodedText:
 class RecordedText:
     """The training text that a snapshot has recorded.
 
-    A resumed run reads its texts in the recorded format, even if a new run would choose another.
+    A resumed run reads its texts in the recorded format, even if a new run would choose
+    another format.
 
     Attributes:
         sha256: SHA-256 of the text.
@@ -68,7 +69,7 @@ class RecordedText:
 
 
 def split_bounds(length: int, config: DataConfig) -> list[int]:
-    """Compute the starts of the training, validation and test part of a text, and its end.
+    """Compute where the training, validation and test parts of a text begin, and where it ends.
 
     Args:
         length: Length of the text, in tokens or characters.

@@ -16,12 +16,12 @@ def digest_of(values: Any) -> str:
 def status_of(files: Iterable[Path]) -> list[list[Any]]:
     """Read the path, size, modification time, change time and inode of each file.
 
-    Any write to a file changes its times, unless the write follows the last one within a tick of
+    Any write to a file changes its times, unless it follows the previous write within a tick of
     the file system's clock. The device number is left out, because it may change with each mount.
     """
     status = []
     for path in files:
-        at = path.stat()
+        info = path.stat()
         name = os.path.abspath(path)
-        status.append([name, at.st_size, at.st_mtime_ns, at.st_ctime_ns, at.st_ino])
+        status.append([name, info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino])
     return status

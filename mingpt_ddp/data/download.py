@@ -13,8 +13,8 @@ from mingpt_ddp.data.digests import digest_of, status_of
 from mingpt_ddp.data.file_kinds import is_hidden
 from mingpt_ddp.storage.storage import read_regular
 
-# Fields of a file's metadata that change with its content. They are used by HTTP, by S3 and Azure,
-# by Google Cloud Storage, and by Hugging Face.
+# Fields of a file's metadata that change with its content. In this order, they are used by HTTP, by
+# S3 and Azure, by Google Cloud Storage, and by Hugging Face.
 VERSION_FIELDS = ("ETag", "etag", "md5Hash", "blob_id")
 DOWNLOADS = "downloads"  # name of the cache's directory for downloads
 KEPT_NAME_CHARS = 100  # a download's name keeps this many characters from the end of the original
@@ -80,22 +80,25 @@ def download(url: str, cache: Path, sha256: str | None, again: bool) -> tuple[li
     archive_version = _version_of(archive) if archive else None
     targets = {}
     if is_remote_glob(url):
-        for at, info in sorted(fs.glob(name, detail=True).items()):
+        for remote_name, info in sorted(fs.glob(name, detail=True).items()):
             version = archive_version or _version_in(info)
-            if _is_text(at, info):
-                targets[at] = version, _target(url, at, version, cache)
+            if _is_text(remote_name, info):
+                targets[remote_name] = version, _target(url, remote_name, version, cache)
     else:
         version = sha256 or archive_version or _version_of(url)
         targets[name] = version, _target(url, url, version, cache)
     is_new = False
-    for at, (version, target) in targets.items():
+    for remote_name, (version, target) in targets.items():
         if version is None or again or not target.exists():
-            is_new = _fetch(fs, at, target) or is_new
+            is_new = _fetch(fs, remote_name, target) or is_new
     return [target for _, target in targets.values()], is_new
 
 
 def _is_text(name: str, info: dict[str, Any]) -> bool:
-    """Return False for directories, hidden files and empty files. A link in a tar looks empty."""
+    """Return False for directories, hidden files and empty files.
+
+    A symbolic link in a tar archive looks empty, so it is left out too.
+    """
     return info["type"] == "file" and info["size"] != 0 and not is_hidden(name)
 
 

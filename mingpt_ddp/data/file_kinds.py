@@ -22,19 +22,19 @@ from mingpt_ddp.config.keys.components import TextFormat
 from mingpt_ddp.errors import ConfigError, DataError
 
 HEAD_BYTES = 1 << 18  # number of bytes at the start of a text that decide its format
-ENCODED_BYTES = 1 << 13  # number of bytes of the head that are decoded to recognize UTF-16
+WIDE_CHECK_BYTES = 1 << 13  # number of bytes of the head that are checked for UTF-16 and UTF-32
 # A text is refused if unexpected control characters are at least this share of its bytes, and at
 # least this many.
 FLOOD_SHARE = 0.1
 FLOOD_MIN_COUNT = 16
-# Control characters that are unexpected in a text. Left out are those that texts do contain:
-# terminals write backspace, tab, form feed and escape, chats write the codes of colours, and
-# records are separated by four others.
+# Control characters that are unexpected in a text. Texts do contain some others:
+# terminal output has backspace, tab, form feed and escape, IRC logs have codes for bold and colours
+# (0x02, 0x03, 0x0f, 0x16), and 0x1c to 0x1f separate records.
 CONTROLS = bytes({*range(32), 127} - {*b"\b\t\n\v\f\r\x1b", *b"\x02\x03\x0f\x16", *range(28, 32)})
 USE_READER = "read it with a reader of your own (docs/your-own-model.md)"
 CONVERT = "convert it: iconv -f {} -t UTF-8 OLD >NEW"
 READ_RECORDS = "read it with data.format={}"
-WAYS_OUT = (
+NOT_TEXT_ADVICE = (
     f"{CONVERT.format('ISO-8859-1')}; or, if these are tokens, add data.format=tokens "
     f"(docs/data.md); or {USE_READER}"
 )
@@ -75,12 +75,15 @@ ARROW = Kind("Arrow", "write it as Parquet: dataset.to_parquet('data.parquet')")
 NUMPY = Kind(
     "NumPy", f"if these are tokens, add data.format=tokens (docs/data.md), else {USE_READER}"
 )
-NOT_UTF8 = Kind("not UTF-8", WAYS_OUT)
-BINARY = Kind("binary data with NUL bytes, such as tokens", WAYS_OUT)
-FLOODED = Kind("text with control characters", f"{USE_READER}, or as text with data.format=text")
-ARCHIVE = "name the files in it: 'data.path=\"{}://**::FILE\"'"
-ZIP = Kind("a zip archive", ARCHIVE.format("zip"))
-TAR = Kind("a tar archive", ARCHIVE.format("tar"))
+NOT_UTF8 = Kind("binary data or text that is not UTF-8", NOT_TEXT_ADVICE)
+BINARY = Kind("binary data with NUL bytes, such as tokens", NOT_TEXT_ADVICE)
+FLOODED = Kind(
+    "binary data with many control characters",
+    f"{USE_READER}, or as text with data.format=text",
+)
+ARCHIVE_ADVICE = "name the files in it: 'data.path=\"{}://**::FILE\"'"
+ZIP = Kind("a zip archive", ARCHIVE_ADVICE.format("zip"))
+TAR = Kind("a tar archive", ARCHIVE_ADVICE.format("tar"))
 SUFFIXES = {
     ".jsonl": JSON_LINES,
     ".ndjson": JSON_LINES,
@@ -99,13 +102,15 @@ MAGIC_PATTERNS = {
     TAR: rb".{257}ustar",
 }
 WIDE_ENCODINGS = ("UTF-32LE", "UTF-32BE", "UTF-16LE", "UTF-16BE")  # with or without a BOM
-# Matches the text after the first object of an array: a comma, the end of the array, or a cut.
+# Matches the text after the first object of an array: a comma, the end of the array, or the end of
+# text that was cut off.
 AFTER_OBJECT = re.compile(r"\s*(,\s*(\{|$)|\]?\s*$)")
-# JSON may just be cut off if the parser reports an error in the last few characters. The parser
-# reports the start of the item that is cut. The longest such item is an escape such as \u0000.
-LONGEST_LITERAL = 6
+# If a text is cut off within a JSON value, the parser reports an error near the end of the text: at
+# the start of the unfinished literal, such as `false`, or escape, such as \u0000. An error in the
+# last MAX_UNFINISHED_CHARS characters may therefore only mean that the text was cut off.
+MAX_UNFINISHED_CHARS = 6
 ARRAY = re.compile(r"\[\s*(?=\{)")
-# The split that the name of a file or of a directory, in lower case, stands for.
+# The split that a word in the name of a file or directory stands for. The words are in lower case.
 SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(
     ("val", "valid", "validation", "dev"), "val"
 )
@@ -169,7 +174,7 @@ def import_pyarrow(what: str) -> Any:
 
 
 def kind_of_file(path: Path) -> Kind:
-    """Recognize the format of a file by its suffix, or by its first bytes if that is unknown."""
+    """Recognize the format of a file by its suffix, or if the suffix is unknown, by its content."""
     suffix = PurePosixPath(re.sub(r"\.(gz|bz2|xz|zst)$", "", path.name)).suffix.lower()
     if suffix in SUFFIXES and path.stat().st_size:
         return SUFFIXES[suffix]
@@ -182,7 +187,9 @@ def kind_of_file(path: Path) -> Kind:
 
 
 def kind_of(head: bytes) -> Kind:
-    """Recognize the format of a file's content. It is TEXT if it is UTF-8 and looks like no other.
+    """Recognize the format of a file's content.
+
+    The format is TEXT if the content is UTF-8 and does not look like any other format.
 
     Args:
         head: The first HEAD_BYTES of the content, decompressed. If there are fewer bytes, they are
@@ -235,9 +242,9 @@ def _is_prose(head: bytes, encoding: str) -> bool:
     """Return True if bytes are words or lines in this encoding.
 
     Files of 16-bit tokens, such as nanoGPT's, are valid UTF-16 too. But they contain control
-    characters or unassigned ones, which no text has.
+    characters or unassigned characters, which no text has.
     """
-    text = _decoded(head[:ENCODED_BYTES], encoding) or ""
+    text = _decoded(head[:WIDE_CHECK_BYTES], encoding) or ""
     categories = {unicodedata.category(character) for character in {*text} - {*"\t\n\f\r"}}
     return not {*" \n"}.isdisjoint(text) and categories.isdisjoint(("Cc", "Cn", "Co", "Cs"))
 
@@ -281,7 +288,7 @@ def _object_end(text: str, begin: int) -> int | None:
 
 def _value_is_cut(error: json.JSONDecodeError, text: str) -> bool:
     """Return True if JSON is invalid only because the text ends in the middle of it."""
-    return error.pos >= len(text) - LONGEST_LITERAL or "Unterminated" in error.msg
+    return error.pos >= len(text) - MAX_UNFINISHED_CHARS or "Unterminated" in error.msg
 
 
 def _is_object(line: str) -> bool:

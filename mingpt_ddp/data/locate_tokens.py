@@ -1,4 +1,4 @@
-"""Check files of token ids, and find the tokens of each split in them, without copying any."""
+"""Check files of token ids, and find the tokens of each split in them. Nothing is copied."""
 
 from pathlib import Path
 
@@ -21,7 +21,8 @@ def locate(
     Args:
         texts: Texts in the format tokens.
         config: The settings that split the texts.
-        tokenizer: The tokenizer that made the tokens, or a stand-in with their vocabulary size.
+        tokenizer: The tokenizer that made the tokens, or a stand-in that only knows the
+            size of the vocabulary.
         directory: Directory of the texts in the cache.
 
     Raises:
@@ -85,7 +86,7 @@ def _check_ids(text: Text, tokenizer: Tokenizer) -> None:
     largest = find_largest(files)  # reads all tokens
     if largest.id < size:
         return
-    advice = f"if this id is right, raise data.vocab_size={size}"
+    advice = f"if this id is right, raise data.vocab_size, which is {size}"
     if not isinstance(tokenizer, NoTokenizer):
         advice = (
             "set data.tokenizer to the tokenizer that made the tokens, or leave it out and give "

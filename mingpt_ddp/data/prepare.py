@@ -48,7 +48,7 @@ def prepare_all(
         cache: The cache of encoded texts, which keeps track of the entries that this call adds.
             None opens the cache in `data.cache_dir`.
         recorded: The training text of the snapshot that the run resumes from, or None in a new run.
-            Texts are read in its format, even if they look like another one.
+            Texts are read in its format, even if they look like another format.
 
     Returns:
         The training text under the key "", and each further validation text under its name.
@@ -73,7 +73,7 @@ def sha256_of_text(config: DataConfig) -> str:
     The text is not encoded. It is not even read if the cache has its tokens for these settings.
 
     Raises:
-        ConfigError, DataError: The text cannot be prepared, for the reasons of `prepare_all`.
+        ConfigError, DataError: The text cannot be prepared. `prepare_all` lists the reasons.
     """
     return Texts(config, given_tokenizer(config), TextCache(config)).sha256()
 
@@ -139,7 +139,7 @@ def _texts_in_recorded_form(
 ) -> "Texts":
     """Open texts that are to be read in the format that a snapshot has recorded.
 
-    If a new run with the same texts has cached them in this format, its directory is used.
+    If a new run has cached the same texts in this format, that entry of the cache is used.
     """
     texts = Texts(config, tokenizer, cache, source=source)
     entry = cache.find(texts.directory)
@@ -171,7 +171,7 @@ class Texts:
             tokenizer: The tokenizer, or None if it is learnt from the texts.
             cache: The cache of encoded texts.
             recorded_form: The format in the snapshot to resume, or None in a new run. The texts are
-                read in this format, even if they look like another one.
+                read in this format, even if they look like another format.
             source: Name of the text in messages. If it is "", messages show the key and its value.
             form: If this is a further validation text, the format of the training text. Else "".
         """
@@ -250,14 +250,17 @@ class Texts:
         if text.form != form:
             raise DataError(
                 f"{text.source} looks like data.format={text.form}, but the first text "
-                f"looks like {form}; give texts of one format, or set data.format to one for all"
+                f"looks like {form}; give texts of one format, or set data.format to the format "
+                "of all texts"
             )
 
     def encoded(self) -> EncodedText:
-        """Return the encoded texts. If the cache lacks them, one process encodes while others wait.
+        """Return the encoded texts. If the cache lacks them, one process encodes them while
+        other processes wait.
+
 
         Raises:
-            DataError: The texts cannot be prepared, for the reasons of `prepare_all`.
+            DataError: The texts cannot be prepared. `prepare_all` lists the reasons.
         """
         entry = self.found()
         if entry is None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 Ints = np.ndarray[Any, np.dtype[Any]]
-ROUNDS = 6
+FEISTEL_ROUNDS = 6  # rounds of the Feistel network in `feistel_permute`
 
 
 def derive_seed(*keys: int | str) -> int:
@@ -46,7 +46,7 @@ def feistel_permute(positions: Ints, n: int, key: int) -> Ints:
         The new position of each position, as int64.
     """
     half = np.uint64(max(1, (max(n - 1, 1).bit_length() + 1) // 2))
-    keys = [np.uint64(derive_seed("round", key, i)) for i in range(ROUNDS)]
+    keys = [np.uint64(derive_seed("round", key, i)) for i in range(FEISTEL_ROUNDS)]
     values = _encipher(positions.astype(np.uint64), half, keys)
     while (outside := values >= n).any():
         values[outside] = _encipher(values[outside], half, keys)

@@ -1,7 +1,7 @@
 """Load samples of map-style datasets, in an exact order at any world size.
 
-Each sample has a key: the seed, the epoch and its index. Before a sample is read, torch's, NumPy's
-and Python's global generators are seeded from this key. A random transform therefore differs
+Before a sample is read, torch's, NumPy's and Python's global generators are seeded from three
+numbers: the run's seed, the epoch and the index of the sample. A random transform therefore differs
 between samples and between epochs, but not between loader processes, ranks, world sizes or
 restarts.
 """
@@ -41,9 +41,11 @@ class Datasets:
     Attributes:
         train: The training split.
         val: The validation split.
-        test: The test split, which is evaluated once, at the end of a run. None if there is none.
+        test: The test split, which is evaluated once, at the end of a run. None if the dataset has
+            no test split.
         outputs: Number of outputs of the model: classes, or target features.
-        sha256: SHA-256 of the dataset's content, or "". A run only resumes with the same hash.
+        sha256: SHA-256 of the dataset's content, or "" if it is not known. A run only resumes with
+            the same hash.
     """
 
     train: Any
@@ -86,7 +88,7 @@ class KeyedDataset(Dataset[Any]):
         """
         Args:
             dataset: The map-style dataset.
-            purpose: Further keys, which are hashed with the key of each sample.
+            purpose: Values that are hashed together with the key of each sample, such as the seed.
         """
         self.dataset = dataset
         self.purpose = purpose
@@ -103,7 +105,7 @@ class KeyedDataset(Dataset[Any]):
 def _loader(
     dataset: KeyedDataset, batches: Iterable[list[Key]], config: DatasetConfig, on_gpu: bool
 ) -> Iterator[Any]:
-    """Load and collate batches of these samples, in this order. Loader processes start at once.
+    """Load and collate the samples of each batch, in order. Loader processes start immediately.
 
     Args:
         dataset: The dataset.
@@ -145,10 +147,14 @@ def _with_loader_errors(batches: Iterator[Any]) -> Iterator[Any]:
     try:
         yield from batches
     except (ConnectionError, EOFError) as error:
-        # torch adds these words to an exception of the dataset. The connection is not lost.
+        # torch adds these words to an exception that the dataset itself has raised. No connection
+        # is lost then.
         if "DataLoader worker" in str(error):
             raise
-        raise RuntimeError("a DataLoader worker was killed while it passed a batch on") from error
+        raise RuntimeError(
+            "a DataLoader worker was killed while it passed a batch on; if memory ran out, lower "
+            "data.num_workers"
+        ) from error
 
 
 class SampleLoader:
@@ -225,7 +231,7 @@ class SampleLoader:
 
 
 class SampleSplit:
-    """A split for evaluation, which reads every sample once, or a fixed subset of them."""
+    """A split for evaluation: every sample once, or a fixed subset of the samples."""
 
     def __init__(
         self, dataset: Any, config: DatasetConfig, on_gpu: bool, limit: int | None = None

@@ -1,4 +1,8 @@
-"""Mix windows of several texts in proportion to their weights, as a function of seed and step."""
+"""Mix windows of several texts in proportion to the weights in `data.sources`.
+
+A window is a run of consecutive tokens. Which windows are in a batch depends only on the seed and
+the step.
+"""
 
 import numpy as np
 
@@ -12,7 +16,8 @@ class WeightedLoader(TokenLoader):
     """The training parts of several texts as an endless sequence of batches.
 
     An epoch has as many windows as all texts have together. Each text contributes a share by its
-    weight. No window of a text is repeated before all its windows have been used, also over epochs.
+    weight. No window of a text is repeated before all windows of the text have been used, even
+    across epochs.
     """
 
     def __init__(
@@ -61,7 +66,7 @@ class WeightedLoader(TokenLoader):
                 )
 
     def _draw(self, epoch: int, order: Ints) -> Ints:
-        """Compute the starts of windows from their numbers, each within the share of its text."""
+        """Compute where the windows with the numbers in `order` begin, each in its own text."""
         starts = np.empty_like(order)
         begin = 0
         for text, windows in enumerate(self._windows):

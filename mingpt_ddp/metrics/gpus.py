@@ -1,4 +1,4 @@
-"""Memory sizes and link rates of the GPUs that a plan may name, from the vendor's data sheets."""
+"""Memory sizes and link rates of the GPUs that the command `plan` knows, from data sheets."""
 
 from dataclasses import dataclass
 from typing import Annotated

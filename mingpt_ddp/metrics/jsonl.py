@@ -1,4 +1,7 @@
-"""Write and read `metrics.jsonl`, one JSON object per line."""
+"""Write and read `metrics.jsonl`, one JSON object per line.
+
+An attempt is one start of the processes of a run. Every attempt appends to the same file.
+"""
 
 import json
 import logging
@@ -115,7 +118,7 @@ class JSONLLogger:
 class HistoryEnd:
     """The last measurements of a run, and how far it got."""
 
-    step: int | None = None  # the last step with a measurement that counts
+    step: int | None = None  # the last step with a measurement
     metrics: dict[str, float] = field(default_factory=dict)  # finite metrics of that step, by tag
     is_complete: bool = False  # True if the last attempt has reached the end of the run
     reached: int = 0  # the highest step that any attempt has logged
@@ -196,8 +199,9 @@ class MetricsHistory:
 def read_history(path: Path) -> MetricsHistory:
     """Read the history of a run from its `metrics.jsonl`.
 
-    A `start` or a `rollback` drops the earlier records of the steps that it repeats. A kill may
-    leave a partial line, so a damaged line at the end of the file or before a `start` is dropped.
+    A record `start` or `rollback` drops the earlier records of the steps that it repeats. A
+    kill may leave a partial line, so a damaged line at the end of the file or before a `start` is
+    dropped.
 
     Raises:
         DataError: Any other line is not a record. The message has the line's number.

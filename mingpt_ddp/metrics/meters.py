@@ -23,7 +23,9 @@ class Pause:
 
 
 class Meter:
-    """Accumulate losses and times without waiting for the device.
+    """The losses and times of the steps since the last log line.
+
+    They are added up without waiting for the device.
 
     Only `read`, `state`, `paused` and `clock(waits=True)` wait for the device.
     """
@@ -44,8 +46,8 @@ class Meter:
 
     def _reset(self) -> None:
         self._sums = {"loss": torch.zeros((), dtype=torch.float64, device=self.runtime.device)}
-        self._steps = 0
-        self._timed_steps = 0
+        self._steps = 0  # steps in the sums, including those that `load_state` restored
+        self._timed_steps = 0  # steps whose time this object has measured
         self._data_s = 0.0
         self._since = self.runtime.now()
 
@@ -94,7 +96,9 @@ class Meter:
         return now - self._paused_s
 
     def read(self) -> dict[str, float]:
-        """Return the metrics of the steps since the last call by tag, and reset. A collective.
+        """Return the metrics of the steps since the last call by tag, and reset.
+
+        This is a collective: all ranks must call it.
 
         Return {} if there was no step.
         """
@@ -117,13 +121,14 @@ class Meter:
     def state(self) -> tuple[dict[str, float], int]:
         """Return the sums over all ranks since the last `read`, and the number of steps.
 
-        A collective.
+        This is a collective: all ranks must call it.
         """
         group = self.runtime.group
         with group.waiting():  # reading waits for a GPU
             names = ["loss", *sorted(self._sums.keys() - {"loss"})]  # the same order on all ranks
             sums = torch.stack([self._sums[name] for name in names]).cpu()
-        if BUILDERS["action"]:  # acting hooks may name metrics that no other check has compared
+        # A user's hooks may name metrics freely. Check that all ranks have the same names.
+        if BUILDERS["action"]:
             group.check_agreement(names, refuse_differing_names)
         totals = group.all_reduce(sums)
         return dict(zip(names, totals.tolist(), strict=True)), self._steps
@@ -143,7 +148,7 @@ class Meter:
 
 
 def means(sums: dict[str, float], steps: int) -> dict[str, float]:
-    """Divide the sums of several steps. Return the mean losses and metrics by tag."""
+    """Compute the mean losses and metrics, by tag, from their sums over several steps."""
     metrics = {}
     for name, total in sums.items():
         if name.startswith(SUM):

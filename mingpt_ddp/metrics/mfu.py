@@ -38,7 +38,10 @@ PEAK_TFLOPS: dict[str, tuple[float, float | None, float]] = {
 
 
 def vendor_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Look up the device's peak FLOP/s in this type. Return None for a CPU or an unlisted GPU."""
+    """Look up the device's peak FLOP/s for matrix products in this type.
+
+    Return None for a CPU or an unlisted GPU.
+    """
     if device.type != "cuda":
         return None
     return peak_flops_of(torch.cuda.get_device_name(device), dtype)
@@ -74,7 +77,8 @@ class Utilization:
     def __init__(self, runtime: Runtime, model: nn.Module) -> None:
         """
         Args:
-            model: The model, not wrapped. There is no MFU if it has no `flops_per_token()`.
+            model: The model itself, not its DDP wrapper. There is no MFU if it has no
+                `flops_per_token()`.
         """
         flops = flops_per_token(model)
         peak = vendor_peak_flops(runtime.device, runtime.dtype)
@@ -84,7 +88,7 @@ class Utilization:
             self._peak_tokens_per_s = peak * runtime.group.world_size / flops
 
     def metrics(self, tokens_per_s: float) -> dict[str, float]:
-        """Return the metric `speed/mfu`, or {} if the GPU is not listed.
+        """Return the metric `speed/mfu`, or {} if the peak or the model's FLOPs are not known.
 
         Args:
             tokens_per_s: Tokens per second over all ranks.

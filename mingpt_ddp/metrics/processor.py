@@ -1,4 +1,7 @@
-"""Send the metrics of a run to the log, the progress line, TensorBoard and metrics.jsonl."""
+"""Send the metrics of a run to the log, the progress line, TensorBoard and metrics.jsonl.
+
+An attempt is one start of the processes of a run.
+"""
 
 import logging
 import math
@@ -35,10 +38,10 @@ def is_on_console(line: int) -> bool:
     """Return True if the console shows this log line.
 
     It shows the first 30 lines, each tenth of the first 300, each hundredth of the first 3,000 and
-    so on. The file shows all.
+    so on. The log file has all lines.
 
     Args:
-        line: Number of the line in its attempt, from 1.
+        line: Number of the line since this attempt began, from 1.
     """
     interval = 1
     while line > CONSOLE_LINES * interval:
@@ -64,9 +67,10 @@ class MetricsProcessor:
     ) -> None:
         """
         Args:
-            model: The model, not wrapped. MFU is logged if it has `flops_per_token()`.
+            model: The model itself, not its DDP wrapper. MFU is logged if it has
+                `flops_per_token()`.
             start: Number of steps done so far.
-            times: Times of the stages with which this attempt started.
+            times: Times of the stages of this attempt's start, such as reading the data.
             directory: The run directory.
         """
         self.runtime = runtime
@@ -89,7 +93,7 @@ class MetricsProcessor:
         self.utilization = Utilization(runtime, model)
         self._is_set_up = False
         self._times = times
-        self._is_first = True
+        self._awaits_first_step = True
         self._reached = 0  # the highest step that an earlier attempt has logged
         for logger in self.loggers:
             logger.start(start, runtime.group.world_size)
@@ -107,7 +111,12 @@ class MetricsProcessor:
             self._reached = end.reached
 
     def commit(self, step: int | None) -> None:
-        """Send the steps before `step`, which has a committed snapshot, to the trackers."""
+        """Send the metrics of the steps before `step` to the trackers.
+
+        Args:
+            step: Step of the newest committed snapshot: no restart repeats the steps before it. If
+                it is None, there is no such snapshot, and nothing is sent.
+        """
         for sender in self.senders:
             sender.commit(step or 0)
 
@@ -117,17 +126,22 @@ class MetricsProcessor:
         Args:
             last: Last step of the run. None if it is not known.
         """
-        if self._is_first:
-            self._is_first = False
+        if self._awaits_first_step:
+            self._awaits_first_step = False
             self._times.done("first step")
             log.info("the first step was done after %.2f s", self._times.elapsed)
-            log.info("of these: %s", self._times.describe(), extra={"file_only": True})
+            log.info(
+                "the stages of this start took: %s",
+                self._times.describe(),
+                extra={"file_only": True},
+            )
         self.progress.total = last
         self.progress.update(step - self.progress.n)
         if self.start < self._reached < step:
             elapsed = self._times.elapsed
             log.info(
-                "step %d is the first new step, after %.2f s",
+                "step %d is the first step that no earlier attempt had done; "
+                "it was done after %.2f s",
                 step,
                 elapsed,
                 extra={"file_only": True},
@@ -174,7 +188,9 @@ class MetricsProcessor:
     def log_train(
         self, step: int, last: int | None, model: nn.Module, lr: float, goodput: float
     ) -> dict[str, float]:
-        """Log the averages of the steps since the last call. A collective.
+        """Log the averages of the steps since the last call.
+
+        This is a collective: all ranks must call it.
 
         Args:
             last: Last step of the run. None if it is not known.
@@ -238,8 +254,8 @@ class MetricsProcessor:
     def log_sample(self, step: int, text: str | None) -> None:
         """Log a generated text. Ranks that did not generate it pass None.
 
-        In a named sweep the text goes only to the job's file. On the console, its lines would hide
-        the other jobs.
+        In a named sweep the text goes only to the job's log file. On the console, it would hide the
+        lines of the other jobs.
         """
         if text is not None:
             self.tensorboard.log_text(step, "sample", text)

@@ -56,7 +56,8 @@ class Profiler:
             schedule = torch.profiler.schedule(
                 wait=window.start, warmup=0, active=len(window), repeat=1
             )
-        # With acc_events torch 2.11 does not warn that the events of other cycles would be lost.
+        # Without acc_events, torch 2.11 warns that the events of earlier profiles would be lost.
+        # There is only one profile.
         self._profile = torch.profiler.profile(
             schedule=schedule, on_trace_ready=self._write, profile_memory=True, acc_events=True
         )

@@ -25,7 +25,7 @@ def drop_samples_after(directory: Path, step: int) -> None:
     """Delete the texts of the steps after `step`, because the run trains these steps again."""
     with contextlib.suppress(OSError):
         samples = list(read_samples(directory))
-        kept = [_line(at, text) for at, text in samples if at <= step]
+        kept = [_line(at_step, text) for at_step, text in samples if at_step <= step]
         if len(kept) < len(samples):
             atomic_write(directory / SAMPLES, b"".join(kept))
 

@@ -1,10 +1,14 @@
-"""Measure how long each stage of a start takes, for the log. All times are in seconds."""
+"""Measure how long each stage of a start takes, such as reading the data, for the log.
+
+An attempt is one start of the processes of a run. A run that is restarted after a failure has
+several attempts. All times are in seconds.
+"""
 
 import time
 
 
 class StartTimes:
-    """Record when each stage of this attempt's start was done, by time.monotonic()."""
+    """The times, by time.monotonic(), at which the stages of this attempt's start were done."""
 
     def __init__(self, began_at: float) -> None:
         """

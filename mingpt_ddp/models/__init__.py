@@ -92,8 +92,8 @@ class SupportsCUDAGraphDecode(SupportsKVCache, Protocol):
 
 def has_graph_step(model: nn.Module) -> TypeGuard[SupportsCUDAGraphDecode]:
     """Return True if decoding with this model can be captured in a CUDA graph."""
-    is_known = has_cache(model) and isinstance(model, SupportsCUDAGraphDecode)
-    return is_known and bool(getattr(model, "has_graph_step", True))
+    has_step = has_cache(model) and isinstance(model, SupportsCUDAGraphDecode)
+    return has_step and bool(getattr(model, "has_graph_step", True))
 
 
 @runtime_checkable
@@ -122,7 +122,7 @@ def move_model(model: nn.Module, device: torch.device) -> nn.Module:
 
 @runtime_checkable
 class SupportsFlopsCount(Protocol):
-    """Optional method that counts operations. The log shows the MFU of models that have it."""
+    """Optional method that counts operations. The log then shows the model FLOPs utilization."""
 
     def flops_per_token(self) -> float:
         """Count the operations of a forward and backward pass, per token of a full context."""

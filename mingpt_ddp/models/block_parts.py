@@ -140,7 +140,8 @@ def decodes_in_graph(config: TransformerConfig) -> bool:
     """Return True if decoding with all parts of this model can be captured in a CUDA graph.
 
     The class of a part must set `cuda_graph = True` itself. An inherited attribute does not count,
-    because a subclass may read the value of a position. A function can always be captured.
+    because a subclass may read the value of `start` on the host, which cannot be captured.
+    A function can always be captured.
     """
     for builder in _user_builders(config).values():
         if not vars(builder).get("cuda_graph", not isinstance(builder, type)):
@@ -201,7 +202,9 @@ class MultiHead(nn.Module):
 
 
 class Attention(MultiHead):
-    """Causal multi-head self-attention as in `gpt`. A variant overrides `attend` or `forward`.
+    """Causal multi-head self-attention, as in the architecture `gpt`.
+
+    A variant overrides `attend` or `forward`.
 
     Attributes:
         qkv: The linear layer that computes queries, keys and values, side by side.
@@ -211,7 +214,8 @@ class Attention(MultiHead):
     def __init__(self, config: PartConfig, block: BlockSpec) -> None:
         """
         Args:
-            config: The keys of a variant, as an instance of its registered dataclass.
+            config: Settings of a user's variant of this attention, an instance of the dataclass
+                that is registered with it. This class itself has no settings.
         """
         super().__init__(block)
         self.qkv = nn.Linear(block.n_embd, 3 * block.n_embd, bias=block.bias)

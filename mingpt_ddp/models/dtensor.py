@@ -14,7 +14,10 @@ def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, which shares its memory. Return others unchanged."""
+    """Return this rank's shard of a DTensor, which shares memory with it.
+
+    Any other tensor is returned unchanged.
+    """
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 

@@ -284,7 +284,7 @@ class Modern(nn.Module):
         return self.decode(tokens[:, None], cache, position)
 
     def flops_per_token(self) -> int:
-        """Count the operations of a forward and backward pass per token, like GPT."""
+        """Count the operations of a forward and backward pass per token, as `GPT` counts them."""
         c = self.config
         n = sum(p.numel() for p in self.blocks.parameters() if p.dim() > 1)
         n += self.head.weight.numel()

@@ -35,8 +35,8 @@ class NGramEmbedding(nn.Module):
         """
         Args:
             tokens: Token ids of the positions from `start` on, (B, T).
-            last: Ids of the tokens before these, (B, HISTORY_LENGTH), ignored if `start` is 0. They
-                are overwritten with the newest ids. None in training.
+            last: Ids of the tokens before `tokens`, (B, HISTORY_LENGTH), ignored if `start` is 0.
+                They are overwritten with the newest ids. None in training.
 
         Returns:
             (B, T, C)

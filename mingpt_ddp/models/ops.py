@@ -191,7 +191,7 @@ def norm_and_shift(x: Tensor, share: Tensor) -> Tensor:
 
 
 class _NormAndShift(torch.autograd.Function):
-    """`norm_and_shift` with half as many passes over memory."""
+    """`norm_and_shift` with half as many passes over memory as autograd would need."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ def norm_and_rotate(x: Tensor, rotary: Tensor) -> Tensor:
 
 
 class _NormAndRotate(torch.autograd.Function):
-    """`norm_and_rotate` with two thirds of the passes over memory.
+    """`norm_and_rotate` with two thirds of the passes over memory that autograd would need.
 
     A rotation does not change the norm of a vector. Therefore the backward pass of the norm can use
     the rotated vectors, and the vectors before the rotation need not be kept.

@@ -40,7 +40,8 @@ class RotaryAttention(MultiHead):
     def __init__(self, config: PartConfig, block: BlockSpec) -> None:
         """
         Args:
-            config: The keys of a variant, as an instance of its registered dataclass.
+            config: Settings of a user's variant of this attention, an instance of the dataclass
+                that is registered with it. This class itself has no settings.
         """
         super().__init__(block)
         self.qkv = FusedLinear(block.n_embd, block.n_embd, parts=3)

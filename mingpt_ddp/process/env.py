@@ -188,8 +188,7 @@ def process_start_time() -> float:
     """Return the time.monotonic() at which this process was started.
 
     For a worker of `ddp.nproc_per_node`, return the time at which the launcher began to start the
-    workers, also after a failure. Without the
-    /proc of Linux, return the current time.
+    workers, also after a failure. Without the /proc of Linux, return the current time.
     """
     if STARTED_AT in os.environ:
         return float(os.environ[STARTED_AT])

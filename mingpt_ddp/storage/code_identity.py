@@ -89,8 +89,8 @@ class Code:
             digest_before = user_code_digest(before)
             if changed and digest_before not in record["earlier"]:
                 record["earlier"].append(digest_before)
-            # Keep the unchanged files of earlier attempts. If they were imported late there, this
-            # attempt may not have loaded them yet.
+            # Keep the unchanged files of earlier starts. A file that is imported late may not be
+            # loaded yet in this start.
             same = {name: sha for name, sha in before["files"].items() if name not in changed}
             record["files"] = {**same, **record["files"]}
         if self.patch:

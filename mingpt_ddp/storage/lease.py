@@ -159,7 +159,8 @@ class Lease:
             self._new_owner = _describe(owner)
         raise RunError(
             f"{self.storage.url} was taken over by {self._new_owner}, because this run "
-            "sent no heartbeats"
+            "sent no heartbeats in time; if the other run should not go on, end it and run this "
+            "command again"
         )
 
     def release(self) -> None:

@@ -1,7 +1,7 @@
 """Append lines to a file, and read the lines of a file.
 
-Both have the same limits, so that a file which was written can be read. Because of the limits,
-reading takes little memory, whatever an untrusted file contains.
+Writing and reading have the same limits, so that a file which was written can be read. Because
+of the limits, reading takes little memory, whatever an untrusted file contains.
 """
 
 import os
@@ -12,8 +12,8 @@ from mingpt_ddp.storage.storage import open_regular
 from mingpt_ddp.storage.yaml_and_json import check_size
 
 MAX_LINE_BYTES = 1 << 22
-# `read_lines` allows at most as many lines as if all had this length and the file had its largest
-# size. The lines that a run writes are longer, so it never writes too many.
+# `read_lines` refuses a file with more lines than a file of the largest size could have if each
+# line had this length. A run writes longer lines, so it never writes too many.
 MIN_LINE_BYTES = 24
 
 

@@ -19,7 +19,7 @@ from mingpt_ddp.storage.storage import open_regular
 log = logging.getLogger(__name__)
 
 LOCK = ".lock"
-# Wait this long for a lock, because killed processes of the last attempt take a moment to exit.
+# Wait this long for a lock, because killed processes of the same run take a moment to exit.
 LOCK_WAIT_S = 10.0
 POLL_S = 0.1
 LONG_WAIT_S = 5.0  # after this time, `log_if_long` logs its line
@@ -50,7 +50,7 @@ def acquire_lock(
         raise RunError(
             f"cannot write to {what} {directory}: {reason(error)}; choose another {key}"
         ) from error
-    with contextlib.suppress(OSError):  # a full disk: a later write reports it
+    with contextlib.suppress(OSError):  # if the disk is full, a later write reports it
         os.truncate(lock.fileno(), 0)
         os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     return lock

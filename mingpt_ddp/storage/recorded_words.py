@@ -1,4 +1,7 @@
-"""List the command-line words with which a user confirms untrusted recorded values."""
+"""List the command-line arguments with which a user confirms untrusted values of a recorded run.
+
+Such a value could run a program or send files somewhere, and the record may be a stranger's.
+"""
 
 import contextlib
 import re
@@ -13,7 +16,7 @@ UNQUOTED = r"[\w./:+-]*[/.][\w./:+-]*[a-zA-Z]"  # a path or URL that Hydra reads
 
 
 def confirming_words(directory: Path, recorded: dict[str, Any]) -> list[str]:
-    """Return the words that a user must add to the `again` command to confirm untrusted values.
+    """List the arguments that a user must add to `again` to confirm untrusted values.
 
     Args:
         recorded: The configuration of the run by dotted key.

@@ -22,7 +22,7 @@ from mingpt_ddp.storage.yaml_and_json import dump_json, dump_yaml, load_yaml, re
 
 RESULT = "result.json"
 SCRIPT = "script.py"  # copy of a user's script whose own loop trains the run
-SCRIPT_RECORD = "script.json"  # file name of the script, and the words of its command line
+SCRIPT_RECORD = "script.json"  # file name of the script, and its command-line arguments
 MAIN_LOOP = "mingpt_ddp's main.py"  # name of the package's own loop in error messages
 # One start may record null as the name of the run, and another start the name itself. That is not
 # a change of the configuration.
@@ -128,6 +128,8 @@ class RunDirectory:
     def lock_snapshots(self, storage: Storage) -> None:
         """Lock the location of the snapshots with flock, or with a lease on an object store.
 
+        A lease is a lock whose owner must send heartbeats.
+
         A location in the run directory is locked already. The probes of an earlier owner that was
         killed are deleted.
 
@@ -140,7 +142,7 @@ class RunDirectory:
             if not path.is_relative_to(self.path.absolute()):
                 self._lock(path, 0, what="the snapshot directory", key="snapshot.path")
             _delete_files(path, PROBE_PATTERNS)
-        elif isinstance(storage, RemoteStorage) and storage.has_lease:
+        elif isinstance(storage, RemoteStorage) and storage.needs_lease:
             self._acquire_lease(storage)
 
     def _acquire_lease(self, storage: RemoteStorage) -> None:
@@ -266,7 +268,7 @@ def script_files(script: Path, words: Iterable[str]) -> dict[str, bytes]:
     Args:
         script: Path of the script. In an interactive session there is no such file, so only its
             name is recorded.
-        words: The words of the script's command line.
+        words: The command-line arguments of the script.
     """
     files = {SCRIPT_RECORD: dump_json({"name": script.name, "words": [*words]})}
     with contextlib.suppress(OSError):
@@ -275,7 +277,7 @@ def script_files(script: Path, words: Iterable[str]) -> dict[str, bytes]:
 
 
 def recorded_script(directory: Path) -> tuple[str, list[str]] | None:
-    """Return the name of the script whose own loop trained a run, and its command line as words.
+    """Return the name of the script whose own loop trained a run, and its arguments.
 
     Return None if the loop of main.py trained the run.
     """

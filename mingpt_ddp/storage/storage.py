@@ -39,7 +39,7 @@ class Storage:
         self.shared = base not in ("file", "local", "memory")
 
     @property
-    def has_lease(self) -> bool:
+    def needs_lease(self) -> bool:
         """True if a lease must protect the files.
 
         This is so if processes on all machines can write the files, but cannot lock them with

@@ -19,14 +19,15 @@ from mingpt_ddp.storage.yaml_and_json import dump_json, read_json
 
 MAX_CORES = 1 << 12  # larger numbers of cores or threads in the untrusted file are ignored
 MAX_BYTES = 1 << 24  # size limit of failures.jsonl
-UNTIL_DECIDED = "until_decided"  # key in sweep.json
+# Key in sweep.json: the record of a comparison with sweep.until=decided.
+UNTIL_DECIDED = "until_decided"
 
 
 @dataclass(frozen=True)
 class JobFailure:
     """A job of a sweep that has failed, once or several times."""
 
-    label: str  # the swept overrides of the job
+    label: str  # the overrides in which the job differs from other jobs of the sweep
     directory: str  # name of the job's directory, or "" if the job failed before it was known
     count: int  # number of failures
     reason: str  # reason of the last failure
@@ -42,9 +43,9 @@ def recorded_metric(directory: Path) -> str | None:
 
 
 def recorded_until_decided(directory: Path) -> Any:
-    """Return the untrusted record of a comparison with until=decided.
+    """Return the untrusted record of a comparison that adds seeds until it is decided.
 
-    Return None if the sweep is not such a comparison.
+    Return None if the sweep is not such a comparison (`sweep.until=decided`).
     """
     return read_json(directory / SWEEP).get(UNTIL_DECIDED)
 
@@ -152,7 +153,7 @@ class SweepFile:
             self._write("metric", metric)
 
     def keep_until_decided(self, record: dict[str, Any]) -> None:
-        """Record a comparison with until=decided."""
+        """Record a comparison with sweep.until=decided."""
         if record != self._values.get(UNTIL_DECIDED):
             self._write(UNTIL_DECIDED, record)
 
@@ -174,7 +175,7 @@ class SweepFile:
         """Return the failure of a job. None if it has not failed, or has succeeded since.
 
         Args:
-            label: The swept overrides of the job.
+            label: The overrides in which the job differs from other jobs of the sweep.
             directory: Name of the job's directory, or "" if it is not known yet.
         """
         return _find(label, directory, self._failures)

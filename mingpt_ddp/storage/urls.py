@@ -58,7 +58,9 @@ def check_can_open(key: str, url: str, writable: bool = False) -> None:
         except ImportError as error:
             # The message of fsspec names the package that the protocol needs.
             advice = INSTALL_ADVICE.get(protocol, str(error))
-            raise ConfigError(f"{key}={url}: {protocol}:// is not installed; {advice}") from error
+            raise ConfigError(
+                f"{key}={url}: the library for {protocol}:// is not installed; {advice}"
+            ) from error
 
 
 def check_urls(config: Config) -> None:

@@ -144,7 +144,7 @@ CASES = [
         LOCAL,
         "trainer.batch_size=1",
         2,
-        r"config error: trainer\.batch_size=1 .* occupies 1 of 2 ranks; use at most 1, .*",
+        r"config error: trainer\.batch_size=1 .* occupies 1 of 2 ranks; use at most 1 rank, .*",
     ),
     Case(
         "no GPU",

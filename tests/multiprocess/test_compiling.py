@@ -126,7 +126,7 @@ def test_without_a_compiler(monkeypatch, tmp_path):
 def test_cuda_graphs_need_one_micro_batch_per_step():
     settings = config("trainer.compile=cuda_graphs", "trainer.batch_size=12")
     assert plan_batches(settings, 1).n_micro == 1
-    with pytest.raises(ConfigError, match="makes 2 of 6 sequences"):
+    with pytest.raises(ConfigError, match="makes 2 micro-batches of 6 sequences"):
         plan_batches(settings, 2)
 
 

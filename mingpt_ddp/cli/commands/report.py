@@ -17,11 +17,11 @@ parameters and settings. The page of a single run also has all measurements, sam
 is report.html in it. For several directories it is report-NAME+OTHER.html next to them. The page needs plotly:
 pip install 'mingpt_ddp[report]'.
 
-Jobs with equal settings but different run.seed are replicates. They share a row, with the mean, its 95% interval (Student's t),
-the standard deviation and the number of seeds. The best mean comes first. If all rows with two or more seeds share at least
-three seeds, the means of the shared seeds decide which row is the best; otherwise the means of all seeds decide. Jobs that
-another version of your Python files has trained have their own row, unless you add accept_code=true (or run.accept_code=true was set
-in a run). A seed has diverged if its loss is not finite. A row with a diverged seed has no mean, comes last, and is never the best.
+Jobs with equal settings but different run.seed are replicates. They share a row, with the mean, its 95% interval (Student's t), the
+standard deviation and the number of seeds. The best mean comes first. If all rows with two or more seeds share at least three
+seeds, the means of the shared seeds decide which row is the best; otherwise the means of all seeds decide. Jobs that another
+version of your Python files has trained have their own row, unless you add accept_code=true (or run.accept_code=true was set in a
+run). A seed has diverged if its loss is not finite. A row with a diverged seed has no mean, comes last, and is never the best.
 
 The JSON document has "objective", "better" (lower or higher), "parameters", "notes" and "groups", best first. Each group has
 "name", "parameters", "n" (complete seeds), "mean", "deviation", "low" and "high" (the interval), and "jobs". Each job has

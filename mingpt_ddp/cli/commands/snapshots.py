@@ -233,7 +233,7 @@ def _locked(storage: Storage) -> Iterator[None]:
                 for directory in (path, path.parent):  # the parent is the run directory
                     if (directory / LOCK).exists():
                         held.enter_context(acquire_lock(directory, wait_s=0))
-            elif isinstance(storage, RemoteStorage) and storage.has_lease:
+            elif isinstance(storage, RemoteStorage) and storage.needs_lease:
                 held.callback(Lease(storage).release)
         except LockedError as error:
             raise LockedError(error.location, error.owner, "wait until it ends") from error

@@ -18,10 +18,11 @@ Jobs run one after another in the order A B B A A B, so that a machine that beco
 command is killed, run it again: it continues, and trains no job twice. If the code (also of .) or the configuration has changed
 since then, a new comparison begins.
 
-The verdict has three parts. The first is the difference of the losses, with its 95% interval and p-value. It is paired by seed if there are at
-least three seeds, and corrected for several versions (Holm). The second is the difference of the speeds, by the median time of a
-step and the time from the first step to the end. The third is whether the last weights and optimizer states have the same bits.
-The verdict is also added to outputs/experiments.jsonl. The runs are in outputs/versions-HASH/NUMBER-VERSION,run.seed=N.
+The verdict has three parts. The first is the difference of the losses, with its 95% interval and p-value. It is paired by seed if
+there are at least three seeds, and corrected for several versions (Holm). The second is the difference of the speeds, by the
+median time of a step and the time from the first step to the end. The third is whether the last weights and optimizer states have
+the same bits. The verdict is also added to outputs/experiments.jsonl. The runs are in
+outputs/versions-HASH/NUMBER-VERSION,run.seed=N.
 """  # noqa: E501
 
 import contextlib

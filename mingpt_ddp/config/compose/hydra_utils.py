@@ -33,7 +33,7 @@ VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if UNCHECKED is None else
 FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 SWITCHES = ("--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun", "--info")
 # Options with which Hydra prints a text instead of calling the task.
-PRINTING = ("--hydra-help", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
+PRINTING_OPTIONS = ("--hydra-help", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
 SWEEPER = "hydra_plugins.mingpt_ddp_sweeper.JobSweeper"
 FLAGS = (
     *SWITCHES,
@@ -102,7 +102,7 @@ def run_hydra(task: Callable[[DictConfig], Any]) -> str:
         Exception: An error of `task`, or an error of Hydra, which `explain` turns into one line.
     """
     run = hydra_main(str(config_directory()), "config", **VERSION_BASE, **WHITELIST)(task)
-    if not {word.partition("=")[0] for word in sys.argv[1:]} & {*PRINTING}:
+    if not {word.partition("=")[0] for word in sys.argv[1:]} & {*PRINTING_OPTIONS}:
         with patched_argument_parser():
             run()
         return ""

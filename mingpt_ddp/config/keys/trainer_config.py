@@ -72,8 +72,8 @@ class TrainerConfig:
     )
     eval_steps: PositiveInt | None = neutral(
         None,
-        "Length of an evaluation: as many windows as this number of training steps has. null "
-        "evaluates the whole split.",
+        "Evaluate only as many windows as this number of training steps uses. null evaluates "
+        "the whole split.",
         "steps",
         changes="measurement",
     )

@@ -1,6 +1,7 @@
-"""Encode measured texts into a directory of the cache: tokens.bin and sources.bin.
+"""Encode texts into a directory of the cache: write tokens.bin and sources.bin.
 
-Each text is read once more, in bounded memory. A BPE tokenizer first reads the training parts.
+`Text.measure` has already read each text, to hash it and to count its characters. Here each text is
+read once more, in bounded memory. A BPE tokenizer is first trained on the training parts.
 """
 
 import os
@@ -91,7 +92,8 @@ def encode(
         distinct = np.unique(np.concatenate([text.characters for text in texts]))
         if len(distinct) < 2:
             raise DataError(
-                f"{texts[0].source} has one distinct character; there is nothing to learn"
+                f"{texts[0].source} has one distinct character; there is nothing to learn, so "
+                "use another text"
             )
         tokenizer = _make_tokenizer(config, "".join(map(chr, distinct)), splits[0])
         if config.end_token:

@@ -1,4 +1,4 @@
-"""Find the local files of a text, and the splits that the names of files stand for."""
+"""Find the local files of a text, and recognize the split of a file by its name."""
 
 import glob
 import os
@@ -54,7 +54,9 @@ def files_of(config: DataConfig, source: str, cache: TextCache) -> list[Path] | 
             raise DataError(f"{source} is the root of the file system; name a directory of texts")
         root = Path(name)
         names = [
-            Path(at, each).relative_to(root) for at, _, in_it in os.walk(root) for each in in_it
+            Path(folder, each).relative_to(root)
+            for folder, _, file_names in os.walk(root)
+            for each in file_names
         ]
     elif glob.has_magic(name) and not os.path.exists(name):
         parts = PurePath(name).parts
@@ -63,7 +65,7 @@ def files_of(config: DataConfig, source: str, cache: TextCache) -> list[Path] | 
         found = glob.glob(os.path.join(*parts[fixed:]), root_dir=root, recursive=True)
         names = [*map(Path, found)]
     elif os.path.exists(name):
-        raise DataError(f"{source} is not a regular file")
+        raise DataError(f"{source} is not a regular file; name a file or a directory")
     else:
         raise FileNotFoundError(name)
     shown = sorted(each.as_posix() for each in names)

@@ -1,7 +1,7 @@
 """Decide the format of a text.
 
 A text of one file has the format of that file. If there are several files, the text has the format
-of most of their bytes.
+that holds most of the bytes.
 """
 
 import os
@@ -24,7 +24,7 @@ from mingpt_ddp.data.file_kinds import (
     kind_of_file,
 )
 from mingpt_ddp.data.tokens.token_files import TOKEN_SUFFIXES
-from mingpt_ddp.errors import DataError
+from mingpt_ddp.errors import DataError, counted
 
 MAX_NAMES = 3  # number of file names in a line of the log
 MAX_NAME_CHARS = 100
@@ -75,7 +75,7 @@ def format_of_file(path: Path, form: TextFormat, config: DataConfig, source: str
 def select_files(
     files: list[Path], form: TextFormat, config: DataConfig, source: str, is_new: bool
 ) -> Selection:
-    """Keep the files that have the given format. auto stands for the format of most bytes.
+    """Keep the files that have the given format. `auto` is the format with most bytes.
 
     Args:
         files: The files of the text.
@@ -115,7 +115,10 @@ def select_files(
     if left_out:
         advice = kinds[max(left_out, key=sizes.__getitem__)].advice
         ordered = sorted(skipped.items(), key=lambda item: -len(item[1]))
-        parts = [f"{len(paths):,} {kind} {shown(paths, files)}" for kind, paths in ordered]
+        parts = []
+        for name, paths in ordered:
+            looks = "that looks" if len(paths) == 1 else "that look"
+            parts.append(f"{counted(len(paths), 'file')} {looks} like {name} {shown(paths, files)}")
         line = f"skipped {', '.join(parts)}"
     if not read:
         what = "texts" if form == "text" else f"files of data.format={form}"

@@ -34,7 +34,9 @@ def parquet_table(file: io.BufferedReader, where: str) -> Table:
     try:
         schema = opened().schema_arrow
     except damages as error:
-        raise DataError(f"{where} is not Parquet, or it is damaged or cut off: {error}") from error
+        raise DataError(
+            f"{where} is not Parquet, or it is damaged or cut off: {error}; copy it again"
+        ) from error
     strings = []
     others = {}
     for field in schema:
@@ -68,7 +70,9 @@ def parquet_table(file: io.BufferedReader, where: str) -> Table:
                     row += 1
                     yield row, text.as_py()
         except damages as error:
-            raise DataError(f"{where} is damaged or cut off after row {row:,}: {error}") from error
+            raise DataError(
+                f"{where} is damaged or cut off after row {row:,}: {error}; copy it again"
+            ) from error
 
     return Table(strings, others, values)
 

@@ -34,7 +34,7 @@ class Table:
         strings: Names of the columns that hold strings.
         types: For each other column, the plural name of its type, such as "numbers".
         values: Takes the name of a column. Yields the number of each row and its value in this
-            column, or None if it has none.
+            column, or None if the row has no value there.
     """
 
     strings: list[str]
@@ -135,7 +135,8 @@ def _table(rows: Iterator[Row], is_text: Callable[[Any], bool], where: str, unit
             if not (value is None or _is_text(value)):
                 raise DataError(
                     f"{where} {unit} {number}: the column {column} holds "
-                    f"{TYPES.get(type(value), 'numbers')}, not text"
+                    f"{TYPES.get(type(value), 'numbers')}, not text; remove the {unit}, or choose "
+                    "another data.column"
                 )
             if value and _has_surrogate(value):
                 raise DataError(
@@ -231,11 +232,13 @@ def _text_lines(file: io.BufferedReader, where: str) -> Iterator[str]:
         try:
             yield line.decode()
         except UnicodeDecodeError as error:
-            raise DataError(f"{where} line {number} is not UTF-8 at byte {error.start}") from error
+            raise DataError(
+                f"{where} line {number} is not UTF-8 at byte {error.start}; {NOT_UTF8.advice}"
+            ) from error
 
 
 def _too_long(where: str) -> DataError:
-    return DataError(f"{where} has over {MAX_RECORD:,} bytes; split it")
+    return DataError(f"{where} has over {MAX_RECORD:,} bytes; split the line")
 
 
 def _lines(file: io.BufferedReader, where: str) -> Iterator[Row]:
@@ -246,9 +249,11 @@ def _lines(file: io.BufferedReader, where: str) -> Iterator[Row]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{where} line {number} is not JSON: {error}") from error
+            raise DataError(
+                f"{where} line {number} is not JSON: {error}; correct it, or remove it"
+            ) from error
         if not isinstance(row, dict):
-            raise DataError(f"{where} line {number} is not a JSON object")
+            raise DataError(f"{where} line {number} is not a JSON object; {AS_TEXT}")
         yield number, row
 
 
@@ -263,10 +268,12 @@ def _array(file: io.BufferedReader, where: str) -> Iterator[Row]:
     try:
         rows = json.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise DataError(f"{where} is not UTF-8 at byte {error.start}") from error
+        raise DataError(f"{where} is not UTF-8 at byte {error.start}; {NOT_UTF8.advice}") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is cut off or not JSON: {error}") from error
+        raise DataError(
+            f"{where} is cut off or not JSON: {error}; copy it again, or {AS_TEXT}"
+        ) from error
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
-            raise DataError(f"{where} object {number} is not a JSON object")
+            raise DataError(f"{where} item {number} is not a JSON object; {AS_TEXT}")
         yield number, row

@@ -1,4 +1,7 @@
-"""Read a text from a file, which is hashed too, from a user's reader, or from Python itself."""
+"""Read a text from a file, from a user's reader, or from the documentation that Python contains.
+
+A file is hashed while it is read.
+"""
 
 import hashlib
 import io

@@ -56,7 +56,8 @@ class Text:
 
     Attributes:
         source: Name of the text in log and error messages.
-        split: The split that the whole text belongs to, or "" if the text is split itself.
+        split: The split that the whole text belongs to, or "" if the text itself is split into
+            training, validation and test parts.
         files: The files that are read, or None if a user's reader does not say which.
             `decide_format` leaves out files of other formats.
         form: The format, as data.format. It is never auto once `decide_format` has been called.
@@ -76,6 +77,7 @@ class Text:
         self._top = os.path.commonpath([each.parent for each in self.files]) if self.files else ""
         self._status = None if self.files is None else status_of(self.files)
         self._is_file = config.reader is None and config.path != BUILTIN
+        # True for a directory or a glob, even if it has only one file.
         self._is_several = self._is_file and not is_one_file(config)
         self.form: TextFormat = "text"
         self._read_note = self._skipped_note = ""  # lines for the log
@@ -121,7 +123,7 @@ class Text:
 
         Args:
             recorded_form: The format in the snapshot to resume, or None in a new run. The text is
-                read in this format, even if it looks like another one.
+                read in this format, even if it looks like another format.
             checks_splits: Refuse files that are named for several splits.
 
         Raises:
@@ -148,7 +150,7 @@ class Text:
         if self.config.column is not None and self.form in ("text", "tokens"):
             raise DataError(
                 f"data.column={self.config.column} needs a table, but {self.source} is read as "
-                f"{self.form}"
+                f"{self.form}; leave data.column out, or set data.format"
             )
 
     def measure(self) -> None:
@@ -231,7 +233,7 @@ class Text:
         Args:
             path: Path of the file. None for a user's reader and for the built-in text.
             raw: The open file, or None.
-            stream: The hash to update, for texts that are not hashed as files.
+            stream: The hash to update with the characters, unless the bytes of the file are hashed.
         """
         where = self.source if path is None else self._where(path)
         decoder = codecs.getincrementaldecoder("utf-8")()
@@ -272,11 +274,11 @@ class Text:
                     while chunk := file.read(CHUNK_BYTES):
                         yield chunk
             except DAMAGES as error:
-                raise DataError(f"{where} is damaged or cut off: {error}") from error
+                raise DataError(f"{where} is damaged or cut off: {error}; copy it again") from error
         yield b""
 
     def _records(self) -> Iterator[TextPiece]:
-        """Yield the texts of all rows that are not null or empty."""
+        """Yield the text of each row. Rows whose text is null or empty are skipped."""
         assert self.files is not None
         hashes = []
         column = self.config.column
@@ -305,7 +307,7 @@ class Text:
                         yield TextPiece(index, number, text)
                     hashes.append(raw.finish())
             except DAMAGES as error:
-                raise DataError(f"{where} is damaged or cut off: {error}") from error
+                raise DataError(f"{where} is damaged or cut off: {error}; copy it again") from error
         self.read_sha256 = combined(hashes)
         skipped = f"; skipped {counted(n_empty, 'row')} without text" if n_empty else ""
         self._describe(f", {counted(n_texts, 'text')} of data.column={column}{skipped}")

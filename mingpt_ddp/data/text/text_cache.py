@@ -31,7 +31,7 @@ from mingpt_ddp.errors import DataError, UserError
 from mingpt_ddp.storage.lock import LOCK, log_if_long, open_lock
 from mingpt_ddp.storage.storage import atomic_write, read_regular, sync_directory
 
-FORMAT = 6
+CACHE_FORMAT = 6  # raise this number when the content of the cache's files changes
 TOKENS, META = "tokens.bin", "meta.json"
 # A text that took longer than this to encode or download stays, even if its run is refused.
 KEPT_SECONDS = 60.0
@@ -77,7 +77,7 @@ class TextCache:
 
     def directory(self, key: Any) -> Path:
         """Return the directory for a text with this key, whether it exists or not."""
-        return self.root / digest_of([FORMAT, key])[:32]
+        return self.root / digest_of([CACHE_FORMAT, key])[:32]
 
     def find(self, directory: Path) -> CachedText | None:
         """Read the description of a directory. Return None unless it is complete and undamaged."""

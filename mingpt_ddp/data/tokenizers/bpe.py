@@ -34,9 +34,11 @@ CHUNK_CHARS = 1 << 16  # one thread encodes this many characters in one call
 CHUNKS_PER_CALL = 16  # all cores together encode this many chunks in one call
 BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+UNPRINTABLE = [byte for byte in range(256) if byte not in PRINTABLE]
 # GPT-2's name of each byte: its Latin-1 character if this is printable, else one from U+0100 on.
-BYTE_NAMES = [chr(byte if byte in PRINTABLE else 256 + OTHERS.index(byte)) for byte in range(256)]
+BYTE_NAMES = [
+    chr(byte if byte in PRINTABLE else 256 + UNPRINTABLE.index(byte)) for byte in range(256)
+]
 LOSSY_OPTIONS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
 # Behaviours of a Split step in tokenizer.json that keep all characters.
 LOSSLESS_BEHAVIORS = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
@@ -58,7 +60,8 @@ class BPETokenizer(Tokenizer):
                 special tokens in a text are encoded like any other characters.
 
         Raises:
-            LookupError, TypeError, ValueError: It is not a byte-level BPE that decodes exactly.
+            LookupError, TypeError, ValueError: The JSON is not a byte-level BPE tokenizer, or it
+                does not decode exactly.
         """
         values = _checked(text)
         kept = {**values, "truncation": None, "padding": None}
@@ -156,14 +159,16 @@ class BPETokenizer(Tokenizer):
         # The library raises Exception itself, never a subclass.
         except Exception as error:
             raise DataError(
-                f"the library tokenizers refuses the tokenizer: {str(error)[:200]}"
+                f"the library tokenizers refuses the tokenizer: {str(error)[:200]}; use another "
+                "data.tokenizer"
             ) from error
         # The library ignores the ids of added tokens, and numbers these tokens in their order.
         for token in json.loads(self.json).get("added_tokens") or ():
             if self._encoder.token_to_id(token["content"]) != token["id"]:
                 raise DataError(
                     "the library tokenizers gives the added token "
-                    f"{token['content']!r:.50} another id"
+                    f"{token['content']!r:.50} another id than tokenizer.json; number the added "
+                    "tokens there after all other tokens, in their order"
                 )
         return self._encoder
 
@@ -256,7 +261,8 @@ def _checked(text: str) -> dict[str, Any]:
     """Parse the JSON of a tokenizer.
 
     Raises:
-        LookupError, TypeError, ValueError: It is not a byte-level BPE that decodes exactly.
+        LookupError, TypeError, ValueError: The JSON is not a byte-level BPE tokenizer, or it does
+            not decode exactly.
     """
     _check_length(text)
     try:

@@ -1,4 +1,4 @@
-"""Get the tokenizer that the configuration names, and compare it with the one of a snapshot."""
+"""Get the tokenizer that the configuration names, and compare it with a snapshot's tokenizer."""
 
 from mingpt_ddp.config.keys.components import DataConfig
 from mingpt_ddp.data.download import exists
@@ -33,8 +33,9 @@ def given_tokenizer(config: DataConfig) -> Tokenizer | None:
     """Get the tokenizer that the configuration names. Return None if it is learnt from the text.
 
     Raises:
-        ConfigError: With data.format=tokens, the configuration names a tokenizer that only encodes
-            texts, or neither a tokenizer nor the size of the vocabulary.
+        ConfigError: With data.format=tokens, data.tokenizer is byte or bpe, which encode texts and
+            cannot describe given tokens. Or the configuration has neither the file of a tokenizer
+            nor data.vocab_size.
     """
     if config.tokenizer not in BUILT_IN:
         return read_tokenizer(config.tokenizer)
@@ -58,18 +59,18 @@ def with_end(tokenizer: Tokenizer, config: DataConfig) -> Tokenizer:
     """Give a tokenizer the token that ends a document, if `data.end_token` asks for it.
 
     Raises:
-        ConfigError: With data.format=tokens, the tokenizer itself must have such a token, and does
-            not.
+        ConfigError: With data.format=tokens, no token can be added to the vocabulary, and the
+            tokenizer does not have such a token yet.
     """
     if not config.end_token:
         return tokenizer
     is_known = not isinstance(tokenizer, NoTokenizer)
-    ended = tokenizer.with_end() if is_known else tokenizer
-    is_own = is_known and ended.vocab_size == tokenizer.vocab_size
-    if config.format == "tokens" and not is_own:
+    tokenizer_with_end = tokenizer.with_end() if is_known else tokenizer
+    had_end_token = is_known and tokenizer_with_end.vocab_size == tokenizer.vocab_size
+    if config.format == "tokens" and not had_end_token:
         raise ConfigError(
-            "data.end_token=true needs a token that ends documents; with data.format=tokens name a "
-            f"data.tokenizer that has {END_NAME} or </s>, as the tokens do, or leave "
-            "data.end_token out"
+            "data.end_token=true needs a token that ends documents; with data.format=tokens, set "
+            f"data.tokenizer to the tokenizer that made the tokens, which must have {END_NAME} or "
+            "</s>, or leave data.end_token out"
         )
-    return ended
+    return tokenizer_with_end

@@ -69,7 +69,8 @@ class CharTokenizer(Tokenizer):
         if unknown:
             names = ", ".join(map(repr, unknown[:10]))
             raise DataError(
-                f"the model does not know {names}: these characters are not in its training text"
+                f"the model does not know {names}: these characters are not in its training text; "
+                "leave them out, or train a model with data.tokenizer=byte"
             )
         return [self.index[c] for c in text]
 
@@ -154,7 +155,8 @@ class NoTokenizer(Tokenizer):
 def _no_tokenizer_error() -> DataError:
     return DataError(
         "the model has no tokenizer, so it can neither read nor write text: its run was given "
-        "token ids without data.tokenizer"
+        "token ids without data.tokenizer; train it with data.tokenizer=PATH, the tokenizer.json "
+        "that made them"
     )
 
 

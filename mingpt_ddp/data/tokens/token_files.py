@@ -90,7 +90,7 @@ def find_tokens(paths: list[str], source: str, dtype: str | None) -> list[TokenF
     Args:
         paths: Paths of the files, in the order of their tokens.
         source: Name of the text in messages.
-        dtype: The setting `data.dtype`. None if it is left to the headers.
+        dtype: The setting `data.dtype`. None takes the type from the headers.
 
     Raises:
         DataError: A file has no tokens, or the type of its tokens is unknown or is not
@@ -109,7 +109,7 @@ def _read(path: str, name: str, dtype: str | None) -> TokenFile:
     Args:
         path: Path of the file.
         name: Name of the file in messages.
-        dtype: The setting `data.dtype`. None if it is left to the header.
+        dtype: The setting `data.dtype`. None takes the type from the header.
     """
     compression = fsspec.utils.infer_compression(name)
     if compression is not None:
@@ -134,19 +134,22 @@ def _read(path: str, name: str, dtype: str | None) -> TokenFile:
         if size % itemsize:
             raise DataError(
                 f"{name} has {size:,} bytes, which is not a multiple of {itemsize}, the size of "
-                f"data.dtype={dtype}; it is cut off, or its tokens have another type"
+                f"data.dtype={dtype}; if it is cut off, copy it again, else set data.dtype to the "
+                "type of its tokens"
             )
         token_file = TokenFile(path, dtype, 0, size // itemsize)
     if dtype not in (None, token_file.dtype):
-        raise DataError(f"{name} has tokens of {token_file.dtype}, not data.dtype={dtype}")
+        raise DataError(
+            f"{name} has tokens of {token_file.dtype}, not data.dtype={dtype}; leave data.dtype out"
+        )
     expected = token_file.offset + token_file.length * token_file.itemsize
     if size != expected:
         raise DataError(
             f"{name} has {size:,} bytes, but {expected:,} according to its header; it is cut off "
-            "or damaged"
+            "or damaged: copy it again"
         )
     if token_file.length == 0:
-        raise DataError(f"{name} has no tokens")
+        raise DataError(f"{name} has no tokens; leave the file out")
     return token_file
 
 
@@ -165,7 +168,9 @@ def _check_head(head: bytes, path: str, name: str, dtype: str) -> None:
     if dtype == "uint16" and len(head) == HEAD_BYTES:
         tokens = np.frombuffer(head, dtype)
         if tokens[::2].any() and not tokens[1::2].any():
-            raise DataError(f"{name} looks like tokens of uint32, not data.dtype=uint16")
+            raise DataError(
+                f"{name} looks like tokens of uint32, not data.dtype=uint16; set data.dtype=uint32"
+            )
 
 
 def _npy_tokens(path: str, name: str) -> TokenFile:
@@ -202,7 +207,8 @@ def _header(head: bytes, name: str) -> TokenFile | None:
     known, dtype = HEADERS[magic]
     if version != known or length < 0:
         raise DataError(
-            f"{name} has a header of version {version} with {length} tokens; write version {known}"
+            f"{name} has a header of version {version} with {length} tokens, which cannot be read; "
+            f"write version {known}"
         )
     return TokenFile("", dtype, HEADER_BYTES, length)
 

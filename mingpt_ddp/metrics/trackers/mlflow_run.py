@@ -15,7 +15,7 @@ MAX_PARAM = 500  # longest value of a parameter that every server accepts, in ch
 class MLflowTracker(Tracker):
     """A run in MLflow, which is found by a tag.
 
-    The metrics that MLflow has already show which step is the next to send.
+    The metrics that are already in MLflow show which step is the next to send.
     """
 
     name = "mlflow"

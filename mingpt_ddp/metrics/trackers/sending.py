@@ -1,4 +1,7 @@
-"""Send each step of a run once to its trackers, without delaying the training."""
+"""Send the metrics of each step of a run to its trackers, without delaying the training.
+
+A tracker is a service such as W&B or MLflow. It gets each step only once.
+"""
 
 import importlib.util
 import logging
@@ -52,7 +55,7 @@ def open_senders(config: Config, directory: Path, run_id: str) -> list["Sender"]
 
 
 class Sender:
-    """Send each step of the run to one tracker, once.
+    """A thread that sends the metrics of each step of the run to one tracker, once.
 
     A step is sent only after a later snapshot: no restart will then repeat it. One thread sends the
     records of metrics.jsonl, beginning with the first step that the tracker lacks. While a server
@@ -67,8 +70,8 @@ class Sender:
         self._tracker = tracker
         self._metrics = metrics
         self._committed: float = 0  # step of the newest snapshot that the thread knows of
-        # Each entry tells the thread to send the steps before a step. The last entry also has the
-        # content of result.json.
+        # Each entry tells the thread to send all steps before the given one. The last entry also
+        # has the content of result.json.
         self._queue: Queue[tuple[float, dict[str, Any] | None]] = Queue(maxsize=2)
         self._is_open = False
         self._has_failed = False

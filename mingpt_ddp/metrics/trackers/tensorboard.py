@@ -25,7 +25,10 @@ class TensorBoardLogger:
         self._writer: Any = None  # a SummaryWriter
 
     def start(self, step: int, world_size: int) -> None:
-        """Begin an attempt after `step`. TensorBoard then hides later steps of earlier attempts."""
+        """Begin an attempt, which is one start of the run, after `step`.
+
+        TensorBoard then hides later steps of earlier attempts.
+        """
         self._purge_step = step + 1
 
     def rollback(self, step: int) -> None:

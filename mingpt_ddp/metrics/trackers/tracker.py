@@ -1,4 +1,4 @@
-"""Define the interface of a tracker."""
+"""Define the interface of a tracker: a service such as W&B or MLflow that shows metrics."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -8,7 +8,7 @@ from mingpt_ddp.config.config import Config
 
 
 class Tracker(ABC):
-    """One run at a tracker. A step that has been sent cannot be taken back.
+    """The connection of one run to a tracker. A step that has been sent cannot be taken back.
 
     A method may raise any exception. The sender then calls `start` again.
     """
@@ -19,7 +19,7 @@ class Tracker(ABC):
         """
         Args:
             directory: The run directory.
-            run_id: Identifies the run at the tracker. The same in all attempts.
+            run_id: Identifies the run at the tracker. It stays the same when the run is restarted.
         """
         self._config = config
         self._directory = directory

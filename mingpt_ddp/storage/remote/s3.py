@@ -60,7 +60,7 @@ class S3Storage(RemoteStorage):
             send()
         finally:
             if isinstance(sliced, _Parts):
-                self._abort_uploads(path)  # a cancelled attempt leaves an unfinished upload
+                self._abort_uploads(path)  # a cancelled request leaves an unfinished upload
 
     def delete(self, name: str) -> None:
         """Delete objects one by one, because a bulk delete reports no failures."""
@@ -75,7 +75,7 @@ class S3Storage(RemoteStorage):
     def _abort_uploads(self, path: str) -> None:
         """Abort unfinished multipart uploads at or below a path.
 
-        Cancelled attempts and killed processes leave such uploads. Their parts are not listed, but
+        Cancelled requests and killed processes leave such uploads. Their parts are not listed, but
         they are billed.
         """
         bucket, key, _ = self.fs.split_path(path)

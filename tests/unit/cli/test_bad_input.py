@@ -195,8 +195,8 @@ SPECIAL = [
     pytest.param(
         text_file("s3://bucket/text.txt"),
         (
-            "config error: data.path=s3://bucket/text.txt: s3:// is not installed; pip install "
-            "'mingpt_ddp[s3]'"
+            "config error: data.path=s3://bucket/text.txt: the library for s3:// is "
+            "not installed; pip install 'mingpt_ddp[s3]'"
         ),
         marks=needs_no_s3fs,
     ),

@@ -238,8 +238,8 @@ def test_a_batch_size_that_the_recorded_micro_batches_do_not_divide(kept, world_
 def test_more_ranks_than_micro_batches_names_valid_world_sizes(micro, kept, world_size, most):
     message = (
         f"trainer.batch_size=12 in micro-batches of {micro or kept or 1} occupies {most} of "
-        f"{world_size} ranks; use at most {most}, or a new run with a larger batch or smaller "
-        "micro-batches"
+        f"{world_size} ranks; use at most {most} ranks?, or start a new run with a larger batch or "
+        "smaller micro-batches"
     )
     with pytest.raises(ConfigError, match=f"^config error: {message}$"):
         plan_of(12, micro, world_size, kept)

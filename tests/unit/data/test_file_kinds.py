@@ -49,6 +49,8 @@ def written(write) -> bytes:
 
 
 BINARY = "binary data with NUL bytes, such as tokens"
+FLOODED = "binary data with many control characters"
+NOT_UTF8 = "binary data or text that is not UTF-8"
 NO_TEXT = {
     "train.bin of nanoGPT, characters": (np.uint16(TOKENS).tobytes(), BINARY),
     "train.bin of nanoGPT, BPE": (np.uint16(BPE_IDS).tobytes(), BINARY),
@@ -57,7 +59,7 @@ NO_TEXT = {
     "safetensors": (save({"w": np.ones(99)}), BINARY),
     "PNG": (PNG, BINARY),
     "xz": (lzma.compress(JSONL), BINARY),
-    "tokens of a byte": (bytes(1 + token % 60 for token in TOKENS), "text with control characters"),
+    "tokens of a byte": (bytes(1 + token % 60 for token in TOKENS), FLOODED),
     "UTF-16 with a mark": (codecs.BOM_UTF16_LE + PROSE.encode("utf-16-le"), "UTF-16LE"),
     "UTF-16 with the other": (codecs.BOM_UTF16_BE + PROSE.encode("utf-16-be"), "UTF-16BE"),
     "UTF-16 LE": (PROSE.encode("utf-16-le"), "UTF-16LE"),
@@ -67,8 +69,8 @@ NO_TEXT = {
     "UTF-32 with the other": (codecs.BOM_UTF32_BE + PROSE.encode("utf-32-be"), "UTF-32BE"),
     "UTF-32 LE": (PROSE.encode("utf-32-le"), "UTF-32LE"),
     "UTF-32 BE": (PROSE.encode("utf-32-be"), "UTF-32BE"),
-    "latin": (PROSE.replace("\U0001f600", "").encode("latin-1"), "not UTF-8"),
-    "PDF": (b"%PDF-1.4\n%\xe2\xe3\xcf\xd3\n1 0 obj << /Type /Catalog >>\n", "not UTF-8"),
+    "latin": (PROSE.replace("\U0001f600", "").encode("latin-1"), NOT_UTF8),
+    "PDF": (b"%PDF-1.4\n%\xe2\xe3\xcf\xd3\n1 0 obj << /Type /Catalog >>\n", NOT_UTF8),
     "JSON Lines": (JSONL, "JSON Lines"),
     "JSON Lines of Windows": (b"\xef\xbb\xbf" + JSONL.replace(b"\n", b"\r\n"), "JSON Lines"),
     "JSON Lines that are cut off": (JSONL[:300], "JSON Lines"),
@@ -171,12 +173,13 @@ def test_a_new_run_refuses_a_file_that_is_not_text(settings, tmp_path):
     for config in (as_text, settings(content, cache_dir=str(tmp_path / "empty"))):
         with pytest.raises(
             DataError,
-            match=r"text.txt looks like text with control characters, not text; read it "
-            r"with a reader of your own \(docs/your-own-model.md\), or as text with data.format=",
+            match=r"text.txt looks like binary data with many control characters, not text; "
+            r"read it with a reader of your own \(docs/your-own-model.md\), or as text with "
+            r"data.format=",
         ):
             prepare_all(replace(config, format="auto"))
     assert not (tmp_path / "empty").exists()
-    with pytest.raises(DataError, match="looks like text with control characters"):
+    with pytest.raises(DataError, match="looks like binary data with many control characters"):
         prepare(settings(gzip.compress(content.encode())))
 
 
@@ -205,7 +208,8 @@ def test_mostly_data_is_refused(settings, tmp_path):
     path = make_directory(tmp_path / "a", {"README.md": PROSE[:99].encode(), **files})
     with pytest.raises(
         DataError,
-        match=r"a is mostly not text: skipped 4 binary data .* \('00000.png', .*, \.\.\.\), "
+        match=r"a is mostly not text: skipped 4 files that look like binary data .* "
+        r"\('00000.png', .*, \.\.\.\), "
         r"[\d,]+ of [\d,]+ bytes; name only its texts, by a glob, or convert it: iconv",
     ):
         prepare(settings(path))

@@ -88,7 +88,10 @@ def test_several_files_of_records(settings, tmp_path, caplog):
     make_directory(tmp_path / "tables", tables)
     with caplog.at_level(logging.INFO):
         assert text_of(settings(tmp_path / "rows")) == 2 * TEXT
-    assert any("skipped 1 text ('README.md')" in record.getMessage() for record in caplog.records)
+    assert any(
+        "skipped 1 file that looks like text ('README.md')" in record.getMessage()
+        for record in caplog.records
+    )
     expected = TEXT[: TEXT.index("größer 100,")] + "to be, or not\n"
     assert text_of(settings(tmp_path / "tables")) == expected
     assert text_of(settings(tmp_path / "tables/**/*.csv")) == expected
@@ -99,7 +102,8 @@ def test_several_files_of_records(settings, tmp_path, caplog):
         encoded = prepare(settings("", path=path))
         assert encoded.sha256 == hashlib.sha256(rows["0.jsonl"]).hexdigest()
     with pytest.raises(
-        DataError, match=r"tables has no files of data.format=jsonl: skipped 2 CSV "
+        DataError,
+        match=r"tables has no files of data.format=jsonl: skipped 2 files that look like CSV ",
     ):
         prepare(settings(tmp_path / "tables", format="jsonl"))
     (tmp_path / "tables/z.csv").write_text("id,note\n1,a\n")

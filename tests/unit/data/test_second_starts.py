@@ -77,7 +77,7 @@ def test_an_unchanged_text_is_not_read_again(form, settings, tmp_path):
     with pytest.raises(DataError, match=f"has SHA-256 {first[''].sha256}, not data.sha256=000"):
         prepare_all(replace(config, sha256="0" * 64))
     if form == "directory":
-        assert "skipped 1 not UTF-8" in first[""].notes[0]
+        assert "skipped 1 file that looks like binary data" in first[""].notes[0]
         (tmp_path / "texts/c.txt").write_text(LINE)
         assert start(config) >= 3
 

@@ -83,14 +83,17 @@ def test_hidden_and_binary_files_are_skipped_with_a_line(settings, tmp_path, cap
             read,
         )
         assert re.fullmatch(
-            rf"data.path={re.escape(path)}: skipped 2 not UTF-8 "
-            r"\('.*image.png', '.*latin.txt'\), 1 binary data with NUL bytes, such as tokens "
-            r"\('.*nul.bin'\), 1 UTF-16LE \('.*wide.txt'\)",
+            rf"data.path={re.escape(path)}: skipped 2 files that look like binary data "
+            r"or text that is not UTF-8 \('.*image.png', '.*latin.txt'\), 1 file that looks like "
+            r"binary data with NUL bytes, such as tokens \('.*nul.bin'\), 1 file that looks like "
+            r"UTF-16LE \('.*wide.txt'\)",
             skipped,
         )
     for name in files.keys() & FILES.keys():
         (tmp_path / "texts" / name).unlink()
-    with pytest.raises(DataError, match=r"texts has no texts: skipped 2 not .*; convert it: iconv"):
+    with pytest.raises(
+        DataError, match=r"texts has no texts: skipped 2 files .* not UTF-8 .*; convert it: iconv"
+    ):
         prepare(settings(tmp_path / "texts"))
 
 

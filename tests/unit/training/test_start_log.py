@@ -207,12 +207,12 @@ def test_the_stages_of_a_start_add_up(log_lines):
     """A short run does not log goodput."""
     train(NAME, MORE_STEPS)
     (whole,) = lines_with(log_lines, "the first step was done after")
-    (line,) = lines_with(log_lines, "of these:")
+    (line,) = lines_with(log_lines, "the stages of this start took:")
     found = re.findall(r"(?:: |, )([a-z ]+) (\d+\.\d\d) s", line)
     assert [stage for stage, _ in found] == [*STAGES]
     total_s = float(whole.split()[-2])
     assert sum(float(seconds) for _, seconds in found) == pytest.approx(total_s, abs=0.05)
-    assert not lines_with(log_lines, "is new"), "no step is repeated"
+    assert not lines_with(log_lines, "is the first step that"), "no step is repeated"
 
 
 def test_the_first_new_step_after_repeated_ones(cwd, log_lines):
@@ -220,8 +220,9 @@ def test_the_first_new_step_after_repeated_ones(cwd, log_lines):
     with open(cwd / "run" / "metrics.jsonl", "a") as file:
         file.write(f'{{"step": {STEPS + 1}, "train_loss": 2.0}}\n')
     train(NAME, MORE_STEPS)
-    (line,) = lines_with(log_lines, "is new")
-    assert re.fullmatch(rf"INFO step {STEPS + 2} is the first new step, after \d+\.\d\d s", line)
+    (line,) = lines_with(log_lines, "is the first step that")
+    text = "is the first step that no earlier attempt had done; it was done after"
+    assert re.fullmatch(rf"INFO step {STEPS + 2} {text} \d+\.\d\d s", line)
 
 
 def test_the_process_start_time_does_not_depend_on_the_clock(monkeypatch):
