@@ -90,7 +90,7 @@ def test_a_sweep_refuses_results_of_another_text(project):
     assert text.splitlines()[-1].startswith(
         "data error: data.path=text.txt is not the text that outputs/lr/optimizer.lr=0.01-"
     )
-    assert "run.resume=never or another run.name" in text
+    assert "run.resume=never or a new run.name" in text
     assert not (project / "outputs" / "lr" / "failures.jsonl").exists()
     assert train(project, *sweep, "run.resume=never")[0] == 0
     path.write_text(before)

@@ -213,7 +213,7 @@ def test_the_training_loss_counts_each_copy_once(runs):
     [
         (
             ["model=modern_nano", "model.dropout=0.0"],
-            "=2 needs model.architecture=gpt; otherwise set it to 1",
+            "=2 needs model.architecture=gpt; otherwise set ddp.tensor_parallel=1",
         ),
         (["model.dropout=0.1"], "=2 needs model.dropout=0, because"),
         (

@@ -171,7 +171,9 @@ class ProcessGroup(JsonCollectives):
         Raises:
             UserError: A call has failed, or the nodes returned different values.
         """
-        where = "" if self.world_size == 1 else " on one rank of each node; the others wait for it"
+        where = (
+            "" if self.world_size == 1 else " on one rank of each node; the other ranks wait for it"
+        )
         self.set_activity(PREPARING)
         with log_if_long(f"{what}{where}"):
             value = self._untimed.run_on_each_node(work)
@@ -181,7 +183,7 @@ class ProcessGroup(JsonCollectives):
     def close(self) -> None:
         """Wait for all ranks, then destroy the process group. A collective.
 
-        A rank that exits before the others would stall the launcher's exit barrier.
+        A rank that exits before the other ranks would stall the launcher's exit barrier.
         """
         if dist.is_initialized():
             self.set_activity("ending")

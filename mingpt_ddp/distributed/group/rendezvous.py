@@ -155,7 +155,7 @@ class _Joining:
         """Read the hello of each rank: its id, followed by rank zero's id once it has confirmed.
 
         A missing hello is read as "". If any hello is missing before the time to join is over, this
-        method does not read the others, and returns "" for all of them.
+        method does not read the other hellos, and returns "" for all of them.
         """
         if self.store.check(hellos):
             return [value.decode() for value in self.store.multi_get(hellos)]

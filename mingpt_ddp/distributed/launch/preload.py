@@ -1,4 +1,4 @@
-"""Set up the fork server. It imports this module before all others (fork_server.py)."""
+"""Set up the fork server. It imports this module before all other modules (fork_server.py)."""
 
 import gc
 

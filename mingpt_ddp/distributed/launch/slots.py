@@ -3,9 +3,8 @@
 import os
 from dataclasses import dataclass
 
-CORES_VARIABLE = (
-    "MINGPT_DDP_CORES"  # environment variable; its value lists the cores of a worker, such as 0,1
-)
+# Environment variable that lists the cores of a worker, such as 0,1.
+CORES_VARIABLE = "MINGPT_DDP_CORES"
 
 
 @dataclass(frozen=True)

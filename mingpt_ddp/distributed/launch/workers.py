@@ -110,13 +110,13 @@ async def join_workers(
     preempted_code: int,
     store: BaseProcess | None = None,
 ) -> tuple[int, str]:
-    """Wait until all workers have exited. If a worker or the store fails, terminate the others.
+    """Wait until all workers have exited. If one or the store fails, terminate the other workers.
 
-    If a signal killed the worker that failed first, SIGKILL the others at once. They have no
+    If a signal killed the worker that failed first, SIGKILL the other workers at once. They have no
     failure to report, and no collective can complete.
 
     Args:
-        timeout_s: Seconds for the others to exit before they get SIGKILL.
+        timeout_s: Seconds for the other workers to exit before they get SIGKILL.
         preempted_code: Exit code of a preempted worker, which does not count as failed.
         store: The process that hosts the workers' store. It exits only if it fails.
 

@@ -143,7 +143,7 @@ class Strategy:
             dist.broadcast(tensor, src=0)
 
     def watch(self, model: nn.Module, n_micro_batches: int) -> None:
-        """Let the clock measure this rank's work in each step, unless its passes wait for others.
+        """Let the clock measure this rank's work in a step, unless its passes wait for other ranks.
 
         Args:
             n_micro_batches: Number of micro-batches in a step, over all ranks.
@@ -156,7 +156,7 @@ class Strategy:
     ) -> T:
         """Call `work` with a model that holds all weights, and return the result. A collective.
 
-        If no rank holds all weights, rank zero alone calls `work`, and the others return None.
+        If no rank holds all weights, rank zero alone calls `work`, and other ranks return None.
 
         Args:
             build: Builds a new model on the CPU.

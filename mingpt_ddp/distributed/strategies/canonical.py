@@ -172,10 +172,10 @@ class CanonicalStrategy(Strategy):
             self._allocate(trained, shares)
         assert self._reducer is not None
         if sorted(shares) != self._names:
-            others = ", ".join(sorted({*shares} ^ {*self._names}))
+            lacking = ", ".join(sorted({*shares} ^ {*self._names}))
             raise TrainingError(
                 "ddp.reduction=canonical needs the same losses and metrics in every micro-batch; "
-                f"some micro-batches lack {others}; return them for every micro-batch"
+                f"some micro-batches lack {lacking}; return them for every micro-batch"
             )
         self._reducer.wait()
         gradients = []

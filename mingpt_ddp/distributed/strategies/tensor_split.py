@@ -44,7 +44,9 @@ def check_tensor_parallel(config: Config) -> None:
 
     def need(is_met: bool, what: str) -> None:
         if not is_met:
-            raise ConfigError(f"ddp.tensor_parallel={size} needs {what}; otherwise set it to 1")
+            raise ConfigError(
+                f"ddp.tensor_parallel={size} needs {what}; otherwise set ddp.tensor_parallel=1"
+            )
 
     has_dropout = bool(getattr(model, "dropout", 0))
     need(config.ddp.strategy == "auto", "ddp.strategy=auto")
@@ -131,7 +133,7 @@ def gather(name: str, tensor: Tensor) -> Tensor:
 def scatter(name: str, whole: Tensor, like: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, split as `like`. This is the inverse of `gather`.
 
-    If `like` is not split, or has another shape, return the tensor.
+    If `like` is not split, or has a different shape, return the whole tensor.
     """
     if not is_dtensor(like) or whole.shape != like.shape:
         return whole

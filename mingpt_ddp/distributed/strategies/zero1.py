@@ -61,7 +61,7 @@ class OwnedState(Strategy):
         return model
 
     def update(self, model: nn.Module, optimizer: Optimizer, scaler: GradScaler) -> None:
-        """Update the parameters that this rank owns, then receive the ones of the other ranks.
+        """Update the parameters that this rank owns, and receive the others from their owners.
 
         An optimizer skips a parameter without a gradient and creates no state for it. The scaler
         has checked all gradients before. If an optimizer creates all state when it is built, the

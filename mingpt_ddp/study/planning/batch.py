@@ -38,7 +38,7 @@ def divide_batch(config: Config, ranks: int) -> BatchOnRanks:
     copies = ranks // config.ddp.tensor_parallel
     config = with_batch_size(config, copies, None)
     plan = plan_batches(config, copies)
-    micro_batches_per_rank = len(plan.indices_for_rank(0))  # rank 0 is never less busy
+    micro_batches_per_rank = len(plan.indices_for_rank(0))  # rank 0 has the most
     return BatchOnRanks(
         ranks=ranks,
         copies=copies,

@@ -133,10 +133,10 @@ def pooling_notes(groups: list[Group]) -> list[str]:
         keys |= dict.fromkeys(varying(group.jobs))
     keys.pop(SEED, None)
     rounding = [key for key in keys if effect_of(key) == "rounding"]
-    others = [key for key in keys if key not in rounding]
+    without_effect = [key for key in keys if key not in rounding]
     notes = []
-    if others:
-        notes.append(f"replicates differ in {_cut(others)}: no loss depends on this")
+    if without_effect:
+        notes.append(f"replicates differ in {_cut(without_effect)}: no loss depends on this")
     if rounding:
         notes.append(
             f"replicates differ in {_cut(rounding)}: the last bits of results depend on this"

@@ -50,7 +50,7 @@ class MetricsSummary:
     # Tokens or samples per second over all ranks, as the median over the log steps.
     speed: float | None = None
     # An attempt lasts from one start of the run to its end. Number of attempts that ended early, by
-    # a preemption or a kill, and were followed by another attempt. None if none is recorded.
+    # a preemption or a kill, and were followed by another attempt. None if no attempt is recorded.
     faults: int | None = None
     began: float = math.inf  # Unix time in seconds at which the first attempt began
     has_diverged: bool = False  # True if the last training loss is not finite

@@ -50,7 +50,7 @@ class KeptResults:
         elif new:
             log.warning(
                 '%s since complete jobs were trained: the table marks their results as "old code"; '
-                "set run.resume=never or another run.name to train these jobs again, or "
+                "set run.resume=never or a new run.name to train these jobs again, or "
                 "run.accept_code=true to accept their results",
                 _changed_phrase(new),
             )
@@ -65,7 +65,7 @@ class KeptResults:
             raise ChangedTextError(
                 f"{data.source} is not the text that {directory} was trained on (SHA-256 "
                 f"{now:.12} now, {before:.12} before); restore the text, or train on the new text "
-                "with run.resume=never or another run.name"
+                "with run.resume=never or a new run.name"
             )
 
     def _sha256_of(self, data: DataConfig) -> str:

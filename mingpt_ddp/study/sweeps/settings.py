@@ -79,7 +79,7 @@ def check_settings(config: DictConfig, jobs: list[Config], env: DistEnv) -> Swee
 
 
 def _check_sweeper(config: DictConfig, settings: SweepConfig) -> None:
-    """Check that no key needs this package's own sweeper while another one is chosen."""
+    """Check that no key needs this package's sweeper while a different sweeper is chosen."""
     check(
         uses_our_sweeper(config)
         or (not settings.is_search and settings.parallel == 1 and settings.until is None),

@@ -46,7 +46,7 @@ class Source:
 
 
 def number_of_jobs(settings: SweepConfig, overrides: list[Override], our_sweeper: bool) -> int:
-    """Return the number of jobs in a sweep, or 0 if only another sweeper knows it."""
+    """Return the number of jobs in a sweep, or 0 if only a sweeper of another package knows it."""
     if not our_sweeper and any(override.is_interval_sweep() for override in overrides):
         return 0
     if settings.is_search:

@@ -39,12 +39,12 @@ class Sweep(Records):
     env: DistEnv
     config: Config  # configuration of the first job, with the settings of the sweep
     directory: Path  # the sweep's own directory, or run.root if it has none
-    n_jobs: int  # number of jobs; 0 if only another sweeper knows it
+    n_jobs: int  # 0 if only a sweeper of another package knows the number
     # True if an external launcher runs the jobs. Its processes log the errors of the jobs.
     is_remote: bool = False
     lock: IO[str] | None = None  # lock of the sweep's own directory; None if it has none
     script: Path | None = None  # user's script whose loop trains the jobs; None for main.py
-    source: Source | None = None  # None if another sweeper chooses the jobs
+    source: Source | None = None  # None if a sweeper of another package chooses the jobs
     # One slot (a share of the machine) for each concurrent job. Empty if jobs run in turn.
     slots: list[Slot] = field(default_factory=list)
     job_records: JobRecords = field(default_factory=JobRecords)
@@ -73,7 +73,7 @@ class Sweep(Records):
 
     @property
     def is_over(self) -> bool:
-        """True if no job is left. Always False if only another sweeper knows the number of jobs."""
+        """True if no job is left. Always False if `n_jobs` is not known."""
         # Ranks in lock-step must agree, but only rank zero knows which jobs are needed.
         needed = self.needed_jobs if self.env.world_size == 1 else None
         if needed is not None and needed.n_needed_settings(self.failed) == 0:

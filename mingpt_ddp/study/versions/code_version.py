@@ -70,7 +70,7 @@ class Version:
         """Return the configuration that this version composes from its arguments, as YAML.
 
         Raises:
-            UserError: Hydra refuses the arguments, or Python imports the code of another directory.
+            UserError: Hydra refuses the arguments, or Python imports the package from elsewhere.
         """
         command = [*self._command, "--cfg", "job"]
         done = subprocess.run(

@@ -180,8 +180,8 @@ def _train(jobs: dict[str, list[VersionRun]], comparison: SequentialComparison |
         comparison: Decides which versions need more seeds. None to train all seeds.
 
     Raises:
-        UserError: A job has failed. Or it was trained with other code or another configuration than
-            its version has now, or on another text than earlier jobs of its version.
+        UserError: A job has failed. Or its code or configuration differs from the present one of
+            its version, or its text differs from the text of earlier jobs of its version.
     """
     total = sum(map(len, jobs.values()))
     n_jobs = 0
@@ -286,10 +286,10 @@ def _check_code(job: VersionRun) -> None:
         return
     version = job.version
     own = {*version.code.record["files"].values()}
-    others = {name: sha256 for name, sha256 in code["files"].items() if sha256 not in own}
+    other_files = {name: sha256 for name, sha256 in code["files"].items() if sha256 not in own}
     here = Path.cwd()
-    changed = {*changed_files({"files": others})}
-    for name in others:
+    changed = {*changed_files({"files": other_files})}
+    for name in other_files:
         path = Path(name).resolve()
         if path.is_relative_to(here) and not path.is_relative_to(version.directory):
             changed.add(name)

@@ -160,10 +160,10 @@ def _run(figures: Figures, job: RunRecord, unread: list[str]) -> dict[str, str]:
     legend = " ".join(style.legend_entry for style in styles.values())
     legend += " &nbsp;Dotted: a restart." if restarts else ""
     curves = figures.curves(losses, "loss", 380, restarts)
-    others = ""
+    other_curves = ""
     for key in [key for key in history.columns if key not in styles][:MAX_OTHER_CURVES]:
         curve = mean_curve([history.series(key)])
-        others += figures.curves([(Style(TRAINING), curve)], words(key), 260, restarts)
+        other_curves += figures.curves([(Style(TRAINING), curve)], words(key), 260, restarts)
     attempts = []
     for index, record in enumerate(history.attempts, start=1):
         row = {"attempt": str(index), "began": format_time(number(record.get("start")))}
@@ -171,7 +171,7 @@ def _run(figures: Figures, job: RunRecord, unread: list[str]) -> dict[str, str]:
         attempts.append(row | {"ranks": format_number(number(record.get("world_size")), ".0f")})
     return {
         "Losses": curves and f"<p>{legend}</p>{curves}",
-        "Learning rate, speed and metrics": _grid(others),
+        "Learning rate, speed and metrics": _grid(other_curves),
         "Samples": _samples(job.directory, unread),
         "Restarts": table(attempts) if restarts else "",
     }
