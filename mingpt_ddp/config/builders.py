@@ -91,7 +91,7 @@ class UserFile:
 
 
 _files: dict[Path, UserFile] = {}  # all files run so far
-_registrations: list[Registration] = []  # all registrations so far, in order
+_registrations: list[Registration] = []
 CHOSEN_FILES: dict[str, Path] = {}  # files that the current configuration names, by group
 
 

@@ -28,7 +28,7 @@ from mingpt_ddp.process.linux import die_with_parent
 from mingpt_ddp.process.sockets import make_socket_directory
 
 Key = tuple[int, int]  # epoch and index of a sample
-MAX_EVALUATION_BATCH = 256  # largest number of samples in a batch of an evaluation
+MAX_EVALUATION_BATCH = 256
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class SnapshotManager:
         # Seconds from the start of the last save until its snapshot was committed.
         self.durable_s: float | None = None
         self._failures = 0  # number of consecutive failed saves
-        self._save: AsyncSave | None = None  # the save in progress
+        self._save: AsyncSave | None = None
         self._buffers: dict[str, SafetensorsBuffer] = {}
         self._shard_plan = ShardPlan(runtime, store)
         self._ledger = Ledger(directory)

@@ -37,7 +37,7 @@ from mingpt_ddp.storage.git import MAX_PATCH_BYTES, git, no_filters
 from mingpt_ddp.storage.storage import read_regular
 
 PATCH = "code.patch"
-MAX_CODE_BYTES = 1 << 24  # size limit of a Python file
+MAX_CODE_BYTES = 1 << 24
 TOO_LARGE = f"uncommitted changes of more than {MAX_PATCH_BYTES:,} bytes, which were not kept"
 COMMIT = re.compile("^([0-9a-f]{12})[0-9a-f]{28,52}")  # the hash is SHA-1 or SHA-256
 GIT_TIMEOUT_S = 5.0  # time limit in seconds for all git commands in a checkout together

@@ -53,7 +53,7 @@ def read_lines(path: Path, limit: int) -> Iterator[bytes]:
     Raises:
         OSError: The path is not a regular file, or the file exceeds a limit or cannot be read.
     """
-    count = 0  # number of whole lines read so far
+    count = 0
     max_lines = limit // MIN_LINE_BYTES
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > limit:

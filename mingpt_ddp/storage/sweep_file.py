@@ -29,8 +29,8 @@ class JobFailure:
 
     label: str  # the overrides in which the job differs from other jobs of the sweep
     directory: str  # name of the job's directory, or "" if the job failed before it was known
-    count: int  # number of failures
-    reason: str  # reason of the last failure
+    count: int
+    reason: str
 
 
 def recorded_metric(directory: Path) -> str | None:

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 NATS_PER_BIT = math.log(2)
 UNITS = {"char": "character", "byte": "byte", "bpe": "token", "none": "token"}
 SAMPLE_CHARACTERS = 400
-TRIAL_SEQUENCES = 2  # number of sequences in a trial batch
+TRIAL_SEQUENCES = 2
 TRIAL_TOKENS = 64  # number of tokens in each sequence of a trial batch
 
 

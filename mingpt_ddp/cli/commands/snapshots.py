@@ -83,9 +83,6 @@ def main() -> None:
     )
 
 
-# list
-
-
 @dataclass(frozen=True)
 class Listing:
     """One snapshot, described by its manifest, its state and its file sizes."""
@@ -149,9 +146,6 @@ def _row(entry: Listing, best: Any) -> tuple[str, ...]:
     )
 
 
-# verify
-
-
 def verify(config: ListConfig) -> int:
     """Print a line for each snapshot. Return the exit code 1 if any snapshot is damaged."""
     damaged = False
@@ -182,9 +176,6 @@ def verify_step(store: SnapshotStore, step: int) -> CorruptSnapshotError | None:
         except CorruptSnapshotError as damage:
             store.damaged.add(step)
             return damage
-
-
-# prune
 
 
 def prune(config: PruneConfig) -> int:

@@ -1,7 +1,6 @@
 """Building blocks of the schema: types with bounds, and functions that describe a key."""
 
 import dataclasses
-from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -59,10 +58,3 @@ def enters_name(field: dataclasses.Field[Any]) -> bool:
     This is also the case for all keys that users register.
     """
     return bool(field.metadata.get("json_schema_extra", {"in_name": True})["in_name"])
-
-
-def describe(metadata: Mapping[str, Any]) -> str:
-    """Return the unit of a key, and its description up to the first semicolon."""
-    unit = metadata["json_schema_extra"]["unit"]
-    meaning = metadata["description"].partition(";")[0]
-    return f"{unit}: {meaning}" if unit else meaning

@@ -119,10 +119,10 @@ class Activations:
 class Sizes:
     """Sizes of a model and its optimizer after a step, in elements unless the name has a unit."""
 
-    parameters: int  # all parameters
-    trained: int  # all trained parameters
+    parameters: int
+    trained: int
     largest: int  # the largest trained parameter
-    block: int  # the largest block
+    block: int
     blocks: int  # all blocks together, which tensor parallelism divides
     muon: int  # all matrices that Muon orthogonalizes
     optimizer_bytes: int

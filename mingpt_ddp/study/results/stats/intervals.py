@@ -20,8 +20,8 @@ class Estimate:
     n: int = 0
     mean: float | None = None
     deviation: float | None = None  # standard deviation of the sample (divides by n - 1)
-    low: float | None = None  # lower end of the interval
-    high: float | None = None  # upper end of the interval
+    low: float | None = None
+    high: float | None = None
 
     @property
     def half_width(self) -> float | None:
