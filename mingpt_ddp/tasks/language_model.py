@@ -3,7 +3,6 @@
 Shapes: B sequences, T tokens, V = vocab_size.
 """
 
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -37,7 +36,6 @@ from mingpt_ddp.tasks.causality import check_is_causal_lm, check_shapes, draw_we
 from mingpt_ddp.tasks.recorded_text import recorded_text
 from mingpt_ddp.tasks.task import Mean, Task
 
-log = logging.getLogger(__name__)
 
 NATS_PER_BIT = math.log(2)
 UNITS = {"char": "character", "byte": "byte", "bpe": "token", "none": "token"}

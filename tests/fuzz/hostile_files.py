@@ -21,7 +21,6 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 FORMAT2 = ROOT / "tests" / "data" / "format2"
 HOSTILE = "hostile"  # directory of the hostile files
-LINE = b"to be or not\n"
 PHRASES = ["the king", "a horse", "what light", "to be", "or not"]
 
 OWN_CODE = """from dataclasses import dataclass

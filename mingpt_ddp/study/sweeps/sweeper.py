@@ -1,7 +1,6 @@
 """Run the jobs of a sweep: one after another, concurrently, or with an external launcher."""
 
 import itertools
-import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -32,8 +31,6 @@ from mingpt_ddp.study.sweeps.sources import Source
 from mingpt_ddp.study.sweeps.sweep import Sweep
 from mingpt_ddp.training.checked_job import checked_job
 from mingpt_ddp.training.run_job import run_job
-
-log = logging.getLogger(__name__)
 
 
 def run_jobs(

@@ -1,7 +1,6 @@
 """Call the hooks of a user's file that act on a run (config/hook_decorators.py), on all ranks."""
 
 import inspect
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.evaluation.evaluator import means_of_ranks
 from mingpt_ddp.training.hooks.micro_batches import Measured, PassGradients, as_numbers, stack
 
-log = logging.getLogger(__name__)
 # The arguments of a hook, by its event.
 ARGUMENTS = {
     "gradients": ("step", "gradients"),
