@@ -38,7 +38,8 @@ MAX_NAME_BYTES = 255  # longest name of a file on Linux
 class NotRegisteredError(ConfigError):
     """A selected name, such as the name of a model, is not registered.
 
-    The configuration may lack the key `code`.
+    If a Python file of the user registers the name, the `code` key of the group has to name that
+    file.
     """
 
 
@@ -109,7 +110,7 @@ def build(cls: type[T], values: Any, where: str) -> T:
     """
     check(isinstance(values, Mapping), f"{where}={values!r} must be a group of keys")
     hints = field_types(cls)
-    plain = {key: _without_loss(value, hints.get(key)) for key, value in values.items()}
+    plain = {key: _convert_exact_number(value, hints.get(key)) for key, value in values.items()}
     prefix = f"{where}." if where else ""
     not_utf8 = []
     for key, value in plain.items():
@@ -152,12 +153,12 @@ def type_parts(hint: Any) -> Iterator[Any]:
     yield hint
 
 
-def _without_loss(value: Any, hint: Any) -> Any:
+def _convert_exact_number(value: Any, hint: Any) -> Any:
     """Convert 1e3 to an int if an int is allowed, and 7 to a str if only a str is allowed."""
     allowed = list(type_parts(hint))
     takes_list = any(typing.get_origin(part) in (list, tuple) for part in allowed)
     if isinstance(value, (list, tuple)) and takes_list:
-        return [_without_loss(item, hint) for item in value]
+        return [_convert_exact_number(item, hint) for item in value]
     kinds = [kind for kind in (int, float, str) if kind in allowed]
     if type(value) is int:
         is_too_large = int in kinds and abs(value) >= 2**63  # beyond int64
@@ -203,7 +204,7 @@ def _question(value: Any, hint: Any) -> str:
 def _index(error: Any) -> str:
     """Return the list index in the location of an error, as in [1].
 
-    The other parts of the location name members of unions.
+    If the type of the key is a union, the location also has the name of a type of that union.
     """
     return "".join(f"[{part}]" for part in error["loc"] if isinstance(part, int))
 

@@ -41,9 +41,10 @@ class MicroBatch:
         index: Number of the micro-batch in its step, counted over all ranks.
         batch: For text, x and y (B, T) int64, where y holds the token that follows each token of x.
             For other datasets, collated samples.
-        scale: Factor for the loss before the backward pass. 0 if this rank repeats a
-            micro-batch only because the other ranks have one more pass, which is a collective.
-        loss_divisor: Number of passes, over all ranks, whose losses make up the mean of the step.
+        scale: Factor for the loss before the backward pass. It is 0 if the rank only repeats a
+            micro-batch, to take part in the collectives of ranks that have one more micro-batch.
+        loss_divisor: Divide the loss by this number. The sum over all passes of all ranks is then
+            the mean loss of the step.
         is_last: True for this rank's last micro-batch in the step.
     """
 
@@ -74,7 +75,7 @@ class BatchPlan:
 def with_batch_size(config: Config, world_size: int, recorded_batch_size: int | None) -> Config:
     """Replace `batch_size_per_rank` in the configuration by the equivalent `batch_size`.
 
-    The run keeps its name.
+    The name of a run may be a hash of its settings. This change does not alter it.
 
     Args:
         recorded_batch_size: Batch size in the snapshot to resume, or None in a new run. A resumed
@@ -98,9 +99,9 @@ def plan_batches(config: Config, world_size: int, kept: int | None = None) -> Ba
         kept: Micro-batch size in the snapshot to resume, or None in a new run.
 
     Raises:
-        ConfigError: There are more ranks than micro-batches. Or a rank has several micro-batches
-            with CUDA graphs, or with synchronized batch normalization, which computes its
-            statistics in one forward pass.
+        ConfigError: There are more ranks than micro-batches, or the step has several micro-batches
+            with CUDA graphs, or a rank has several micro-batches with synchronized batch
+            normalization, which computes its statistics in one forward pass.
     """
     trainer = config.trainer
     batch = trainer.batch_size
@@ -179,7 +180,7 @@ class WindowStarts:
     Attributes:
         epoch: Number of the epoch.
         first: First of the consecutive positions.
-        starts: Index in the text of the first token of each window.
+        starts: For each window, the index of its first token in the text.
     """
 
     epoch: int
@@ -216,7 +217,7 @@ class TokenLoader:
         self.block_size = block_size
         self.seed = seed
         self.items_per_step = batch_size * block_size
-        self._set_epoch((len(tokens) - block_size) // self.stride)
+        self._set_epoch_size((len(tokens) - block_size) // self.stride)
         self.nbytes = tokens.nbytes
         device = torch.device(device)
         is_resident = False
@@ -244,7 +245,7 @@ class TokenLoader:
         return self._steps[step - self._first_step]
 
     def starts(self, step: int) -> Ints:
-        """Return the index in the text of each window's first token, in the order of the batch."""
+        """Return where each window of a step begins in the text, in the order of the batch."""
         epoch, number = divmod(step - 1, self.steps_per_epoch)
         begin = number * self.batch_size
         return self._window_starts(epoch, begin, begin + self.batch_size)
@@ -252,7 +253,7 @@ class TokenLoader:
     def close(self) -> None:
         """Do nothing: this loader holds only memory."""
 
-    def _set_epoch(self, windows: int) -> None:
+    def _set_epoch_size(self, windows: int) -> None:
         self.windows_per_epoch = windows
         self.steps_per_epoch = windows // self.batch_size
         if self.steps_per_epoch == 0:
@@ -289,11 +290,11 @@ class TokenLoader:
             n = self.windows_per_epoch
             positions = np.arange(begin, min(max(end, begin + SHUFFLE_CHUNK), n))
             order = feistel_permute(positions, n, derive_seed("order", self.seed, epoch))
-            known = WindowStarts(epoch, begin, self._draw(epoch, order))
+            known = WindowStarts(epoch, begin, self._starts_of(epoch, order))
             self._starts = known
         return known.starts[begin - known.first : end - known.first]
 
-    def _draw(self, epoch: int, order: Ints) -> Ints:
+    def _starts_of(self, epoch: int, order: Ints) -> Ints:
         """Compute the starts of windows from their numbers in the text.
 
         Args:
@@ -328,14 +329,14 @@ class TokenWindows:
             # The view has shape (n - T, T + 1) and copies nothing.
             self._windows_at = np.lib.stride_tricks.sliding_window_view(signed, length).__getitem__
         self._resident = _copy_to(device, signed) if resident else None
-        self._within = torch.arange(length, device=device)
+        self._offsets = torch.arange(length, device=device)
 
     def gather(self, starts: Ints) -> tuple[Tensor, Tensor]:
         """Return x and y (N, T) int64 of the windows that begin at `starts` (N,)."""
         if self._resident is None:
             windows = self._send(self._windows_at(starts))
         else:
-            windows = self._resident[self._send(starts)[:, None] + self._within]
+            windows = self._resident[self._send(starts)[:, None] + self._offsets]
         return self._widen(windows[:, :-1]), self._widen(windows[:, 1:])
 
     def _widen(self, tokens: Tensor) -> Tensor:
@@ -368,7 +369,7 @@ class TokenSplit:
         """
         Args:
             tokens: The tokens of the text.
-            block_size: Number of tokens in a window.
+            block_size: Number of targets in a window, which has one token more.
             device: The device of the batches.
             windows: Number of windows to evaluate, the same ones every time. None evaluates the
                 whole text.

@@ -53,7 +53,7 @@ class WeightedLoader(TokenLoader):
                     "a longer text or a smaller data.block_size"
                 )
         self._begins = [0, *np.cumsum(sizes)[:-1].tolist()]
-        self._set_epoch(sum(self._windows))
+        self._set_epoch_size(sum(self._windows))
         shares = np.cumsum(weights / weights.sum()) * self.windows_per_epoch
         # Before an epoch is shuffled, its windows are sorted by text, so each text has a range of
         # window numbers. These are the ends of the ranges.
@@ -65,7 +65,7 @@ class WeightedLoader(TokenLoader):
                     f"{path} in data.sources has less than one window per epoch; raise its weight"
                 )
 
-    def _draw(self, epoch: int, order: Ints) -> Ints:
+    def _starts_of(self, epoch: int, order: Ints) -> Ints:
         """Compute where the windows with the numbers in `order` begin, each in its own text."""
         starts = np.empty_like(order)
         begin = 0

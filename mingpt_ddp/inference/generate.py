@@ -194,9 +194,9 @@ def first_arrival(probabilities: Tensor, times: Tensor) -> Tensor:
         probabilities: The probabilities p, (B, V). Events of probability 0 never happen.
         times: Independent exponential numbers of rate 1, (B, V).
     """
-    rates = probabilities / times
+    inverse_times = probabilities / times
     # An impossible event could win with NaN (0 / 0), or tie with a possible one at 1 / inf = 0.
-    return rates.masked_fill(probabilities == 0, -1).argmax(dim=-1)
+    return inverse_times.masked_fill(probabilities == 0, -1).argmax(dim=-1)
 
 
 def generate_text(

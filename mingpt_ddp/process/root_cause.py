@@ -163,7 +163,7 @@ class ProcessExit:
         if cause is not None:
             self.log_peer_failure(cause)
         else:
-            what = "lost another rank, which has not reported an error"
+            what = "lost another rank, which has not reported an error (look at the end of its log)"
             log.error("error: rank %d %s: %s", rank, what, self._describe(error))
         logs.close()  # errors of other threads must not follow the root cause
         return Outcome(RunStatus.FAILED, exit_code=FAILURE, reporter=Reporter.NOBODY)

@@ -36,7 +36,6 @@ from mingpt_ddp.tasks.causality import check_is_causal_lm, check_shapes, draw_we
 from mingpt_ddp.tasks.recorded_text import recorded_text
 from mingpt_ddp.tasks.task import Mean, Task
 
-
 NATS_PER_BIT = math.log(2)
 UNITS = {"char": "character", "byte": "byte", "bpe": "token", "none": "token"}
 SAMPLE_CHARACTERS = 400

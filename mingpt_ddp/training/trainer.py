@@ -55,7 +55,8 @@ class Trainer:
         self.validation = validation
         self.anomaly = recorder.saves.anomaly
         self.observers = observers
-        self.look = requested_look(train_step)
+        # Measures the step that the command `at` shows, before the step is trained.
+        self.rehearse = requested_look(train_step)
         self.lr = 0.0  # learning rate of the most recent step
         self._first_steps = range(self.state.step + 1, self.state.step + 1 + FIRST_STEPS)
         self.profiler = Profiler(
@@ -89,14 +90,14 @@ class Trainer:
             self.profiler.step()
             with self._refuse_out_of_memory(step):
                 flags = self._train(step)
-            if flags is None:  # after a rollback, train the next step of the restored snapshot
+            if flags is None:  # rolled back: go on after the step of the restored snapshot
                 continue
-            if flags.fixed_steps:
+            if flags.fixed_steps:  # trainer.max_minutes now determines which step is the last
                 self.train_step.length.fix(flags.fixed_steps, step)
             self.state.step = step
             self._report_finishing()
             self.metrics.step_done(step, self.train_step.length.known_steps)
-            if not flags.saving:
+            if not flags.saving:  # no rank is writing a snapshot any more
                 self.saves.take_result()
             if self._is_due(trainer.log_every):
                 self.recorder.record_steps(self.lr)
@@ -173,7 +174,7 @@ class Trainer:
             log.info("step %d is skipped after the rollback", step)
             receive_flags = self._send_flags(step, {"loss": torch.zeros(())})
             return receive_flags()
-        self.look(step)
+        self.rehearse(step)
         losses = self.train_step.passes(step)
         self.saves.wait_for_staging()  # the last snapshot may still copy the weights
         receive_flags = self._send_flags(step, losses)  # the exchange goes on while we clip
@@ -199,7 +200,7 @@ class Trainer:
             interrupted=self.observers.signals.signal_name is not None,
             saving=self.saves.manager.save_in_progress,
             save_is_due=self.saves.is_due(),
-            # Reading the loss waits for the GPU.
+            # Reading the loss waits for the GPU, so read it only if every step is checked.
             loss=float(losses["loss"]) if self.anomaly.checks_every_step else 0.0,
             fixed_steps=self.timer.record_step(step),
         )
@@ -244,7 +245,9 @@ class Trainer:
         return False
 
     def _restore_latest(self, skipping: Sequence[int] = ()) -> int | None:
-        """Restore the newest snapshot. Return its step, or None if there is none. A collective.
+        """Restore the newest snapshot. Return its step, or None if there is none.
+
+        All ranks call this together.
 
         Args:
             skipping: Numbers of the steps to skip from now on.
@@ -292,7 +295,7 @@ class Trainer:
             self.metrics.commit(self.saves.manager.last_step)
         if end is RunStatus.COMPLETE:
             test_metrics = self.validation.test()
-            if test_metrics is None:
+            if test_metrics is None:  # a signal has interrupted the evaluation
                 end = RunStatus.PREEMPTED
         if end is not RunStatus.PREEMPTED:
             self.metrics.complete(self.state.step)

@@ -143,7 +143,7 @@ def test_a_lost_journal_beside_jobs_that_have_ended_is_refused(is_empty, undistu
     text = fail(search("sweep.trials=12", *MEDIAN), tmp_path)
     (line,) = text.splitlines()
     assert line.endswith(
-        "study.journal is missing or empty, and 12 jobs of its search have ended; restore the "
+        "study.journal is missing or empty, but its search has 12 ended jobs; restore the "
         "file, or choose another run.name"
     )
     assert content(tmp_path).items() - before.items() <= locks(tmp_path)

@@ -28,7 +28,8 @@ PUBLIC = {
     "mingpt_ddp.models": "ModelProtocol SupportsKVCache SupportsSeveralDevices",
     "mingpt_ddp.optim": "declare_state decay_groups",
     "mingpt_ddp.parts": (
-        "Attention BlockSpec CachePosition KVCache PartConfig cross_entropy dropout rms_norm"
+        "Attention BlockSpec CachePosition KVCache PartConfig RotaryAttention cross_entropy "
+        "dropout rms_norm"
     ),
     "mingpt_ddp.study.planning": "sizes",
     "mingpt_ddp.registry": (

@@ -8,8 +8,8 @@
 url        path or fsspec URL of a run directory, of a directory of snapshots, or of one snapshot
 list       show a table of the snapshots; this is fast, because it reads only manifests and file sizes
 verify     read every byte and compare it with the manifests; the exit code is 1 if a snapshot is damaged
-prune      delete snapshots, except the newest keep_last whole ones, the one with the lowest validation loss (keep_best=true) and
-           every one whose step is a multiple of keep_every (if it is set)
+prune      delete snapshots. It keeps the newest ones (as many as keep_last says; damaged ones do not count), the one with the
+           lowest validation loss (keep_best=true), and those whose step is a multiple of keep_every (if it is set)
 export     write the weights, their description and a model card to a new local directory
 step       snapshot to export: newest (the default), best (lowest validation loss) or the number of a step
 format     safetensors (the default) writes model.safetensors and config.json; hf writes a directory that transformers loads,
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 @dataclass(frozen=True)
-class Listing:
+class SnapshotSummary:
     """One snapshot, described by its manifest, its state and its file sizes."""
 
     step: int
@@ -107,7 +107,7 @@ def list_snapshots(config: ListConfig) -> int:
     return 0
 
 
-def inspect(store: SnapshotStore, step: int) -> Listing:
+def inspect(store: SnapshotStore, step: int) -> SnapshotSummary:
     """Describe a snapshot without reading its tensors.
 
     Raises:
@@ -120,15 +120,17 @@ def inspect(store: SnapshotStore, step: int) -> Listing:
         status = "unfinished" if isinstance(damage, IncompleteSnapshotError) else "damaged"
         names = open_storage(f"{store.url}/{directory_name(step)}").list()
         size = sum(store.size(step, name) or 0 for name in names)
-        return Listing(step, status, size, len(names), {})
+        return SnapshotSummary(step, status, size, len(names), {})
     size = sum(file["bytes"] for file in files.values())
-    return Listing(step, "whole", size, len(files) + 1, recorded_train_state(state))
+    return SnapshotSummary(step, "whole", size, len(files) + 1, recorded_train_state(state))
 
 
-def _row(entry: Listing, best: Any) -> tuple[str, ...]:
+def _row(entry: SnapshotSummary, best: Any) -> tuple[str, ...]:
     def cell(key: str, text: Callable[[Any], str]) -> str:
         value: Any = entry.train_state.get(key)
-        with contextlib.suppress(ValueError, OverflowError, OSError):  # a year beyond datetime
+        # A file that is not ours may hold a number that cannot be shown, such as a time in the year
+        # 100,000.
+        with contextlib.suppress(ValueError, OverflowError, OSError):
             if type(value) in (int, float) and abs(value) < 1e15:
                 return text(value)
         return "-"

@@ -5,18 +5,18 @@
 
 A B ...      commits or branches of this checkout, or directories; . stands for the present code. Write ./main for a directory
              with the name of a branch. Each version is compared with the first one
-key=value    keys as for training, the same for all versions. --config-dir=DIR and absolute paths of code inside this checkout
-             are replaced by the same paths in each version. All other paths stay as they are
+key=value    keys as for training, the same for all versions. If --config-dir=DIR or code=FILE is inside this
+             checkout, each version takes its own copy of it (code= needs an absolute path). All other paths stay as they are
 run.seed     two or more seeds, separated by commas; one is enough for require=same_bits
 until        until=decided trains one seed after another. It stops when each version is known to be better or worse than the first
-             one, or to differ from it by less than care. Give it about 12 seeds: with too few, nothing can be decided
+             one, or to differ from it by less than the key care says. Give it about 12 seeds: with too few, nothing can be decided
 care         for until=decided: a difference in the loss that is too small to matter
-require      same_bits or not_worse (by more than chance). The exit code is 1 if a version does not meet the requirement, and the
-             last line gives the reason
+require      same_bits, or not_worse: no version is worse than the first one by more than chance. If a version does not meet the
+             requirement, the exit code is 1 and the last line gives the reason
 
 Jobs run one after another in the order A B B A A B, so that a machine that becomes slower does not favour a version. If the
-command is killed, run it again: it continues, and trains no job twice. If the code (also of .) or the configuration has changed
-since then, a new comparison begins.
+command is killed, run it again: it continues, and trains no job twice. If the code of a
+version, which includes your uncommitted changes to ., or the configuration has changed since then, a new comparison begins.
 
 The verdict has three parts. The first is the difference of the losses, with its 95% interval and p-value. It is paired by seed if
 there are at least three seeds, and corrected for several versions (Holm). The second is the difference of the speeds, by the
@@ -37,6 +37,7 @@ from hydra.errors import HydraException
 
 from mingpt_ddp.cli.arguments import answer
 from mingpt_ddp.config.validation import check, refuse_credentials
+from mingpt_ddp.errors import counted
 from mingpt_ddp.process.interrupts import raise_interrupts
 from mingpt_ddp.process.root_cause import cli_errors
 from mingpt_ddp.process.terminal import echo
@@ -68,7 +69,8 @@ def _command(words: list[str]) -> int:
         is_path = "=" in word and os.path.isdir(word)
         check(
             not is_path,
-            f"{word} cannot be a version, because its path contains a =; name a link to it",
+            f"{word} cannot be a version, because its path contains a =; "
+            "give a symbolic link to it instead",
         )
     check(len(names) > 1, "name at least two versions of the code: commits or directories")
     required = own.get("require")
@@ -99,7 +101,7 @@ def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
         if key in VERSIONS_KEYS:
             values[key] = value
         else:
-            advice = "versions compares one setting: give one value (only run.seed has several)"
+            advice = "give one value, because only run.seed may have several in a comparison"
             check(not _is_sweep(word), f"{word} has several values; {advice}")
             others.append(word)
     return values, others
@@ -138,6 +140,9 @@ def _parse_seeds(text: str, least: int) -> list[int]:
         all(seed in SEEDS for seed in seeds),
         f"run.seed={text:.100} has a seed of 2**63 or more; use smaller seeds",
     )
-    advice = "one seed cannot show what chance does; write run.seed=1,2,3,4,5"
-    check(len(seeds) >= least, f"run.seed={text:.100} must be several seeds: {advice}")
+    advice = "write run.seed=1,2,3,4,5"
+    check(
+        len(seeds) >= least,
+        f"run.seed={text:.100} must be a list of at least {counted(least, 'seed')}; {advice}",
+    )
     return sorted(seeds)

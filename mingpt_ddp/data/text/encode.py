@@ -31,7 +31,7 @@ COPY_CHUNK_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class TextRange:
-    """A range of a text: its characters or its tokens begin .. end - 1."""
+    """A range of a text, in characters or in tokens: from `begin` up to, but without, `end`."""
 
     text: Text
     begin: int
@@ -59,7 +59,7 @@ def is_split_before_encoding(
 ) -> bool:
     """Return True if each text is split into train and validation before encoding.
 
-    A single text of characters is encoded first and split by position.
+    A single text with the tokenizer `char` is encoded first, and its tokens are split by position.
     """
     name = tokenizer.name if tokenizer else config.tokenizer
     return name != CharTokenizer.name or bool(config.sources) or len(texts) > 1

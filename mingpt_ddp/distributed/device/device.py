@@ -116,7 +116,7 @@ def refuse_shared_gpus(gpus: list[str]) -> None:
 
 def set_up_device(device: torch.device, deterministic: bool) -> None:
     """Make the device current in this process, with deterministic kernels if requested."""
-    # Call the setter only if the value changes, because it imports modules for a second.
+    # Call the setter only if the value changes, because it imports modules, which takes a second.
     if torch.are_deterministic_algorithms_enabled() != deterministic:
         torch.use_deterministic_algorithms(deterministic)
         # Filling uninitialized memory takes a kernel per tensor and changes no result.

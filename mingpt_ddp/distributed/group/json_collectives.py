@@ -132,8 +132,8 @@ class JsonCollectives:
 
         Raises:
             UserError: The call has raised this error. It is raised on every rank.
-            OSError: The call has raised another error of the class `shared_errors`. The message
-                names the rank, and the errno is the same as in the original error.
+            OSError: The call has raised another error whose class is in `shared_errors`. The
+                message names the rank, and the errno is the same as in the original error.
         """
         result = self._attempt(work) if self.is_rank_zero else CallResult()
         return self._value_or_raise(self.broadcast_json(result.packed), result)
@@ -206,7 +206,10 @@ class JsonCollectives:
         raise unpack_error(packed["error"], rank) from own.error
 
     def _blocked(self) -> AbstractContextManager[None]:
-        """Return a context for waiting in a collective. A subclass updates the heartbeat."""
+        """Return a context for waiting in a collective.
+
+        The process group of several ranks overrides this, to tell the watchdog that it waits.
+        """
         return nullcontext()
 
     def _encode_padded(self, value: Any) -> Tensor:

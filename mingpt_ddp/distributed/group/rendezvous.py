@@ -29,7 +29,9 @@ from mingpt_ddp.process.job_store import (
     raise_if_fatal,
 )
 
-TIMEOUT_FRACTION = 0.8  # share of ddp.timeout_s after which a hanging rank is named
+# After this share of ddp.timeout_s, an error names the rank that is missing or hangs. Torch's own
+# error would come after the whole timeout, and would not name the rank.
+TIMEOUT_FRACTION = 0.8
 LONGEST_PAUSE_S = 0.25  # longest pause between two looks at the store
 STORE_CALL_S = 5e-5  # time that the store takes to answer a call
 # A late process watches the store this long to find out if rank zero is joining.
@@ -154,8 +156,8 @@ class _Joining:
     def _read(self, hellos: list[str], is_late: bool) -> list[str]:
         """Read the hello of each rank: its id, followed by rank zero's id once it has confirmed.
 
-        A missing hello is read as "". If any hello is missing before the time to join is over, this
-        method does not read the other hellos, and returns "" for all of them.
+        A missing hello is read as "". To spare the store, no hello is read before all of them are
+        there, unless the time to join is over. Until then, this method returns "" for every rank.
         """
         if self.store.check(hellos):
             return [value.decode() for value in self.store.multi_get(hellos)]

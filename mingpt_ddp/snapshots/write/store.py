@@ -21,7 +21,7 @@ class SnapshotStore(StoreReader):
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        # Takes the place of a file lock on an object store, which has none. None on a disk.
+        # Protects the URL on an object store, where files cannot be locked. None on a disk.
         self._lease: Lease | None = None
         # Steps that were committed when this run started, or that it has committed itself. Only
         # `begin` uses them, if there is a lease.
@@ -88,7 +88,7 @@ class SnapshotStore(StoreReader):
         """Write some files of a snapshot. Return their entries for the manifest.
 
         Raises:
-            OSError: A file cannot be written, or is too large to be read again.
+            OSError: A file cannot be written, or is larger than a reader of snapshots accepts.
         """
         if layout.STATE in contents:
             check_size(bytes(contents[layout.STATE]), layout.MAX_STATE_BYTES)
@@ -108,7 +108,7 @@ class SnapshotStore(StoreReader):
 
         Args:
             by_rank: For each rank, the manifest entries that `write_files` returned.
-            record: Called just before the manifest is written, to record the snapshot elsewhere.
+            record: Called just before the manifest is written. Records the snapshot in the ledger.
 
         Raises:
             OSError: A file is missing or has the wrong size, or the manifest cannot be written.

@@ -88,7 +88,7 @@ class Footprint:
         Raises:
             ConfigError: The strategy cannot divide the parameters or the ranks.
         """
-        if self.rank_holds.weights == "rows":
+        if self.strategy_type.weights == "rows":
             check_no_scalars(self.strategy, dict.fromkeys(self.sizes.scalars, 0))
         rows, memory = self.batch.micro_batch_size, self.devices.memory
         peak = self.peak(rows)
@@ -116,7 +116,7 @@ class Footprint:
         return self.config.ddp.tensor_parallel
 
     @property
-    def rank_holds(self) -> type[Strategy]:
+    def strategy_type(self) -> type[Strategy]:
         """Class of the strategy. Its attributes say what a rank holds."""
         return strategy_class(self.config.ddp, self.devices.ranks)
 
@@ -125,7 +125,7 @@ class Footprint:
         """Number of ranks among which the rows of weights, gradients and states are divided."""
         if self.strategy == "hsdp":
             return shards_per_replica([self.devices.ranks_per_node] * self.devices.nodes)
-        return self.devices.ranks if self.rank_holds.weights == "rows" else 1
+        return self.devices.ranks if self.strategy_type.weights == "rows" else 1
 
     @property
     def share(self) -> float:
@@ -136,7 +136,7 @@ class Footprint:
     @property
     def optimizer_share(self) -> float:
         """Share of the optimizer's state that one rank holds, at most 1."""
-        if self.rank_holds.optimizer_state == "owned":
+        if self.strategy_type.optimizer_state == "owned":
             return max(self.sizes.largest / self.sizes.trained, 1 / self.devices.ranks)
         return self.share
 
@@ -168,15 +168,17 @@ class Footprint:
         """List the moments of a step at which the memory may be fullest."""
         sizes, activations = self.sizes, self.sizes.activations
         has_peers = self.devices.ranks > 1
-        has_buckets = has_peers and self.rank_holds.weights == "whole"  # gradients stay allocated
-        gathers = self.rank_holds.weights == "rows"
+        has_buckets = (
+            has_peers and self.strategy_type.weights == "whole"
+        )  # gradients stay allocated
+        gathers = self.strategy_type.weights == "rows"
         gradients = FP32 * sizes.trained * self.share
         # While passes run, a rank holds DDP's buckets, and the sums of gradients of earlier passes.
         held = gradients * (has_buckets + (self.batch.micro_batches_per_rank > 1))
         # Muon's update holds directions in fp32 and stacks of matrices in 16 bits. If ranks divide
         # the work, they also hold the messages for each other. The gradients of the matrices are
         # freed before, unless they lie in DDP's buckets.
-        divides_work = has_peers and self.rank_holds.optimizer_state == "whole"
+        divides_work = has_peers and self.strategy_type.optimizer_state == "whole"
         muon = sizes.muon * (12 if divides_work else 10) * self.optimizer_share
         freed = 0 if has_buckets else FP32 * sizes.muon
         update = Moment(gradients - freed, temporaries=muon)
@@ -186,7 +188,7 @@ class Footprint:
         s, stream, logits = sizes.itemsize, activations.stream(rows), activations.logits(rows)
         embedding = activations.outputs * activations.model.n_embd
         recomputes = self.config.trainer.activation_checkpointing
-        # Autocast copies weights to the product type. With fsdp they are gathered in that type.
+        # Autocast copies weights to the type of matrix products. fsdp gathers them in that type.
         copied = 0 if gathers or s == FP32 else s
         block = (
             activations.block(rows, self.ranks_per_copy)
@@ -250,7 +252,7 @@ class Footprint:
         sizes, ranks, passes = self.sizes, self.devices.ranks, self.batch.micro_batches_per_rank
         gradients = FP32 * sizes.trained
         nodes = _ring(self.devices.nodes)
-        if self.rank_holds.weights == "rows":
+        if self.strategy_type.weights == "rows":
             # Ranks gather weights before each forward and backward pass, then reduce gradients.
             each = passes * (2 * sizes.itemsize * sizes.parameters + gradients)
             replicas = ranks // self.shards
@@ -274,7 +276,7 @@ class Footprint:
         sent = 2 * gradients
         if self.config.ddp.comm_hook in HALVING_HOOKS:
             sent = gradients
-        if self.rank_holds.optimizer_state == "owned":
+        if self.strategy_type.optimizer_state == "owned":
             # Each rank broadcasts the weights that it has updated.
             sent += gradients
         elif sizes.muon:

@@ -46,8 +46,8 @@ def run_jobs(
     Afterwards, `cli/train_job.py` prints the table of results.
 
     Args:
-        task_function: Trains the job that Hydra's state describes. Called only in the processes of
-            an external launcher.
+        task_function: Trains the job whose configuration Hydra has composed. Called only in the
+            processes of an external launcher.
         config: Hydra's configuration of the sweep.
     """
     source = sweep.source
@@ -140,7 +140,7 @@ class _LaunchedJob:
         self.sweep = sweep
         self.source = source
         self.run = run
-        self.place = SweepPlace(0, "")  # place of the next job
+        self.place = SweepPlace(0, "")  # number and label of the next job
         self.outcome = Outcome(RunStatus.COMPLETE)  # outcome of the last job
 
     def __call__(self, cfg: DictConfig) -> float:
@@ -169,7 +169,7 @@ class _LaunchedJob:
 
 
 def _run_grid(sweep: Sweep, source: Source, launcher: Launcher) -> None:
-    """Run all jobs of a grid with an external launcher. Then look for the first failed job."""
+    """Run all jobs of a grid with an external launcher. Record the first job that failed."""
     jobs = [source.overrides(number) for number in range(sweep.n_jobs)]
     for number, returned in enumerate(launcher.launch(jobs, initial_job_idx=0)):
         try:

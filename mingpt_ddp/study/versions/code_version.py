@@ -183,6 +183,8 @@ def find_version(name: str, commit: str, arguments: list[str]) -> Version:
     relative = [argument for argument in arguments if ".code=" in argument]
     if relative:
         missing += f"; {relative[0]} needs the --config-dir=DIR to which it is relative"
+    else:
+        missing += "; name a checkout of the package, or your own code"
     check(has_package or files, f"{name} has {missing}")
     code = _current_code(directory, files, has_package)
     is_kept = code.record["patch"] != TOO_LARGE

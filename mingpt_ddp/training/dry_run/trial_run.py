@@ -1,4 +1,4 @@
-"""A trial run: a few steps of a run with new objects and a small batch, in the dry run."""
+"""A trial run: a few steps on a small batch, with its own model and optimizer (dry run)."""
 
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial

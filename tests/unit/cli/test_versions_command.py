@@ -59,7 +59,7 @@ def call(monkeypatch, capsys):
         ),
         (
             ["HEAD", ".", SEEDS, "optimizer.lr=1e-3,2e-3"],
-            "optimizer.lr=1e-3,2e-3 has several values; versions compares one setting: give one",
+            "optimizer.lr=1e-3,2e-3 has several values; give one value, because",
         ),
         (
             ["HEAD", ".", SEEDS, "model.code=recipe/mine.py"],
@@ -74,11 +74,14 @@ def call(monkeypatch, capsys):
             ["HEAD", ".", SEEDS],
             "HEAD has no package mingpt_ddp, and no Python file that --config-dir",
         ),
-        (["HEAD", ".", "run.seed=1"], "run.seed=1 must be several seeds: one seed cannot show"),
-        (["HEAD", ".", "run.seed=1,01"], "run.seed=1,01 must be several seeds"),
-        (["HEAD", ".", "run.seed=1", "require=not_worse"], "run.seed=1 must be several seeds"),
+        (["HEAD", ".", "run.seed=1"], "run.seed=1 must be a list of at least 2 seeds; write"),
+        (["HEAD", ".", "run.seed=1,01"], "run.seed=1,01 must be a list of at least 2 seeds"),
+        (
+            ["HEAD", ".", "run.seed=1", "require=not_worse"],
+            "run.seed=1 must be a list of at least 2 seeds",
+        ),
         (["HEAD", ".", "run.seed=1", "require=same_bits"], "HEAD has no package"),
-        (["HEAD", "."], "run.seed= must be several seeds"),
+        (["HEAD", "."], "run.seed= must be a list of at least 2 seeds"),
         (["HEAD", ".", f"run.seed=1,{'9' * 5000}"], "run.seed=1,99999"),
         (["HEAD", ".", f"run.seed=1,{2**63}"], f"run.seed=1,{2**63} has a seed of 2**63 or more"),
         (["HEAD", SEEDS], "name at least two versions of the code"),

@@ -57,6 +57,6 @@ def test_strategies_for_one_device_refuse_it(ranks, words, is_refused):
     strategy = build_strategy(config.ddp, config.trainer, CPU, group, compiles=False)
     if not is_refused:
         return strategy.check_model(Placed())
-    message = "Placed has a method to_devices, .* needs ddp.strategy=ddp and ddp.reduction=fast; "
+    message = r"Placed can .* \(to_devices\), which needs ddp.strategy=ddp and ddp.reduction=fast; "
     with pytest.raises(ConfigError, match=message):
         strategy.check_model(Placed())

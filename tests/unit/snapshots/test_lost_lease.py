@@ -22,7 +22,7 @@ class Owner:
 
     def __init__(self, url: str, before: Owner | None = None) -> None:
         self.store = SnapshotStore(url)
-        self.lease = Lease(self.store.storage, dead=before.lease.id if before else None)
+        self.lease = Lease(self.store.storage, dead_owner=before.lease.id if before else None)
         self.store.hold(self.lease)
 
     def save(self, step: int) -> None:

@@ -45,7 +45,7 @@ def test_values_that_could_not_be_read_are_not_written(values):
     ],
 )
 def test_hostile_yaml(text):
-    with pytest.raises(ValueError, match="it has "):
+    with pytest.raises(ValueError, match=r"it (has|is too long)"):
         load_yaml(text)
 
 

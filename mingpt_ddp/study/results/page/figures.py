@@ -62,7 +62,7 @@ class Figures:
         self._objective = objective = results.objective
         complete = known(group.objective for group in results.groups)
         costs = [*map(objective.cost, complete or known(g.value for g in results.groups))]
-        self._best, self._worst = min(costs, default=0.0), without_outliers(costs)
+        self._best, self._worst = min(costs, default=0.0), highest_without_outliers(costs)
         self._has_outliers = max(costs, default=0.0) > self._worst
         best = best_group(results.groups) if len(results.groups) > 1 else None
         rows = []
@@ -288,12 +288,12 @@ def _visible_range(values: list[float], starts: list[float]) -> list[float]:
         starts: The first value of each curve.
     """
     low = min(values, default=0.0)
-    high = max([without_outliers(values), *([median(starts)] if starts else [])])
+    high = max([highest_without_outliers(values), *([median(starts)] if starts else [])])
     margin = 0.06 * (high - low) or 0.05 * abs(low) or 0.5
     return [low - margin, high + margin]
 
 
-def without_outliers(values: list[float]) -> float:
+def highest_without_outliers(values: list[float]) -> float:
     """Return the highest value within three interquartile ranges above the third quartile."""
     if len(values) < 4:
         return max(values, default=0.0)

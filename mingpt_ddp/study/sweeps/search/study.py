@@ -247,8 +247,8 @@ class Study:
         ended = len([*self._directory.glob(f"*/{RESULT}")])
         check(
             not ended,
-            f"{self._path} is missing or empty, and {counted(ended, 'job')} of its search have "
-            f"ended; restore the file, or {CHOOSE_ANOTHER_NAME}",
+            f"{self._path} is missing or empty, but its search has {counted(ended, 'ended job')}; "
+            f"restore the file, or {CHOOSE_ANOTHER_NAME}",
         )
 
     def _repair(self) -> int:
