@@ -154,11 +154,11 @@ def change_state(trained: Path, target: Path, change: Callable[[dict], None]) ->
         ),
         (
             lambda state: state["config"]["model"].update(n_layer=1_000),
-            "are not those of 1000 layers",
+            "tensors do not fit a model with 1000 layers",
         ),
         (
             lambda state: state["config"]["data"].update(path="a::b"),
-            "a chain of URLs is not followed",
+            "is a chain of URLs, which this command does not open",
         ),
     ],
 )
@@ -203,7 +203,7 @@ def test_data_files_that_have_moved(tmp_path):
     code = f"code={ROOT}/examples/toy/toy.py"
     done = evaluate(tmp_path, "data.path=after", code, run="outputs/toy")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "its data does not have a path; leave out data.path" in done.stderr
+    assert "its data has no key data.path; leave out data.path" in done.stderr
 
 
 def test_a_character_that_the_model_does_not_know_is_refused(trained):

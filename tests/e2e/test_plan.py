@@ -35,7 +35,7 @@ def test_a_plan_as_text_and_json(tmp_path):
         "single:",
         "hsdp:",
         "tensor_parallel:",
-        "a",
+        "each",
         "ranks",
         "doubtful:",
     ]

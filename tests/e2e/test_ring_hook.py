@@ -34,7 +34,10 @@ def test_a_recorded_run_continues_only_with_the_example(tmp_path):
     before = hashes(tmp_path)
     more = "trainer.max_steps=16"
     again = tool("again", "outputs/run")
-    for refused, line in ((command, REFUSAL), (again, f"with data.code={EXAMPLE}")):
+    for refused, line in (
+        (command, REFUSAL),
+        (again, f"add them to the command line: data.code={EXAMPLE}"),
+    ):
         done = call([*refused, more], tmp_path, separate=True, PYTHONPATH=str(ROOT))
         assert done.returncode == 2
         assert done.stderr.splitlines()[-1].endswith(line)

@@ -112,7 +112,10 @@ def test_in_a_sweep_with_snapshots_in_s3(project, tmp_path, seaweed):
 
 def test_other_commands_use_the_run(trained, project, tmp_path):
     text = error_line(fail(tool("evaluate", str(trained)), project))
-    assert "name the Python file that registers it, if you trust it, as in code=my_project" in text
+    assert (
+        "if you trust the Python file that registers it, name the file, as in code=my_project"
+        in text
+    )
     text = fail(tool("sample", str(trained), "code=my_task/mine.py"), project)
     expected = (
         "the snapshot's task is not a language model; evaluate its model with "

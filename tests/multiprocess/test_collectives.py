@@ -364,7 +364,7 @@ def test_every_rank_reports_the_first_failure(observed):
     assert (
         observed["failure"]
         == observed["failure later"]
-        == [{"rank": 1, "kind": "", "message": "out of memory"}] * WORLD
+        == [{"rank": 1, "error_class": "", "message": "out of memory"}] * WORLD
     )
 
 
