@@ -170,8 +170,8 @@ def test_a_fast_run_is_repeated_on_as_many_ranks(tmp_path):
     assert line.startswith("confirmed: steps 16 to 20, repeated with ddp.nproc_per_node=2")
     code, line = replay(tmp_path, "steps=7")
     assert line.endswith(
-        "no 7 steps from a snapshot, or from the start of the run, to a snapshot had the same "
-        "settings; set steps=5 (16 to 20) or steps=20 (1 to 20) or steps=15 (1 to 15)"
+        "no interval of 7 steps begins at a snapshot or at the start of the run, ends at a "
+        "snapshot, and has the same settings throughout; set steps=5 (16 to 20) or steps=20 (1 to 20) or steps=15 (1 to 15)"
     )
     assert code == 2
 

@@ -103,7 +103,7 @@ def test_bad_rules_are_refused_before_anything_is_written(tmp_path):
         "too few seeds": (["run.seed=1,2,3,4"], "give at least 5 seeds"),
         "one setting": (["optimizer.lr=0.01"], "values of a key other than run.seed"),
         "the same seed twice": (["run.seed=1,1,2,3,4,5"], "list different seeds"),
-        "no name": (["run.name=null"], "give it a run.name"),
+        "no name": (["run.name=null"], "give the sweep a run.name"),
         "a pruner": (["sweep.sampler=tpe"], "leave out sweep=optuna"),
         "care is negative": (["sweep.care=-1"], "sweep.care"),
         "another sweeper": (["hydra/sweeper=basic"], "need hydra/sweeper=mingpt_ddp"),
