@@ -171,7 +171,8 @@ def test_a_fast_run_is_repeated_on_as_many_ranks(tmp_path):
     code, line = replay(tmp_path, "steps=7")
     assert line.endswith(
         "no interval of 7 steps begins at a snapshot or at the start of the run, ends at a "
-        "snapshot, and has the same settings throughout; set steps=5 (16 to 20) or steps=20 (1 to 20) or steps=15 (1 to 15)"
+        "snapshot, and has the same settings throughout; set steps=5 (16 to 20) or "
+        "steps=20 (1 to 20) or steps=15 (1 to 15)"
     )
     assert code == 2
 
