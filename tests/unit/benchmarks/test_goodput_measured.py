@@ -63,5 +63,6 @@ def test_a_short_attempt_is_assumed_to_run_at_the_pace_of_a_long_one(goodput):
 def test_the_first_start_is_not_a_restart(goodput):
     starts = ["processes 3.0 s, first step 0.2 s", "processes 0.1 s, first step 0.2 s"]
     starts.append("processes 0.3 s, first step 0.4 s")
-    text = log_of(*((float(i), f"the stages of this start took: {start}") for i, start in enumerate(starts)))
+    label = "the stages of this start took"
+    text = log_of(*((float(i), f"{label}: {start}") for i, start in enumerate(starts)))
     assert goodput.restart_stages(text) == {"processes": 0.2, "first step": 0.3}
