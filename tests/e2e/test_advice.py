@@ -25,7 +25,8 @@ REPLACED = re.compile(r"pip install '\.\[[\w,]+\]'")
 # The possible values of fields of f-strings.
 TRACKERS = ("wandb", "mlflow", "trackio")
 FILLED = {"{name}": TRACKERS, "{PLUGINS[preset]}": ("slurm", "ray")}
-NO_EXTRA = {"pandas", "matplotlib"}  # docs/python.md has users install these by name
+# Users install these by name: docs/python.md, CONTRIBUTING.md.
+NO_EXTRA = {"matplotlib", "pandas", "pre-commit"}
 
 
 def requirements() -> dict[str, set[str]]:

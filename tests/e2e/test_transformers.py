@@ -136,7 +136,7 @@ def test_a_batch_of_texts_of_unequal_length(name, found):
 def test_files_saved_by_transformers_are_read_again(name, found):
     run, theirs = found[name]
     weights = read_initial_weights(str(run.parents[1] / "saved" / "exports" / name))
-    assert tokenizer_from_state(weights.state).encode(TEXT) == theirs["tokens"]
+    assert tokenizer_from_state(weights.tokenizer_state).encode(TEXT) == theirs["tokens"]
     exported = read_initial_weights(str(run.parents[1] / "exports" / name))
     assert (weights.model, weights.sizes, weights.sha256()) == (
         exported.model,
