@@ -195,9 +195,7 @@ CASES = [
         rf"error: rank [01]: {BOOM_LINE}, in the forward pass of step 9",
         f"9 all 9 {BOOM}",
     ),
-    Case(
-        "error in the first attempt", LOCAL, "", 0, r"done: .* after 12 steps .*", f"9 1 1 {BOOM}"
-    ),
+    Case("error in the first attempt", LOCAL, "", 0, r"done: .* after 12 steps .*", f"9 1 1 {BOOM}"),
     Case(
         "out of memory",
         LOCAL,
@@ -395,8 +393,6 @@ def test_a_command_fails(case: Case, project: dict[str, str], text: Path, tmp_pa
         words = [*common, *words]
     done = call([*case.command, *words], cwd, FAULT=case.fault or "0 0 0 pass")
     ours = done.stdout.partition("Traceback")[0]  # torchrun's own traceback comes last
-    lines = [
-        line for line in ours.splitlines() if line.strip() and not re.match(r"[WEI]\d{4} ", line)
-    ]
+    lines = [line for line in ours.splitlines() if line.strip() and not re.match(r"[WEI]\d{4} ", line)]
     assert done.returncode == case.code, done.stdout
     assert re.fullmatch(rf"(\[rank 1\] )?{case.last}", lines[-1]), done.stdout
