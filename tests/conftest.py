@@ -7,8 +7,10 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 
 import pytest
+from browser import Browser, chromium
 from forked import fit_for_tests
 from launching import Job
 
@@ -131,3 +133,13 @@ def seaweed(tmp_path_factory):
         yield server
     finally:
         server.kill()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """Start a headless Chromium. Skip the test if there is none."""
+    if chromium() is None:
+        pytest.skip("there is no Chromium; apt-get install chromium-headless-shell, or chromium")
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import Browser, chromium
+from browser import Browser
 from launching import TINY, Job, environment, python_main, wait_for
 from ports import free_port
 
@@ -37,15 +37,6 @@ SWEEP = [
 ]
 MIN_ENDED_TRIALS = 8  # the tests look at the sweep once this many trials have ended
 KEYS = {"optimizer.lr", "optimizer.weight_decay"}
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if chromium() is None:
-        pytest.skip("there is no Chromium; apt-get install chromium-headless-shell, or chromium")
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
 
 
 @pytest.fixture

@@ -269,7 +269,9 @@ def test_words_without_an_effect_are_refused(tmp_path):
         "ddp.nproc_per_node=2": "ddp.nproc_per_node=2 is for main.py and for sweeps; start a",
         "model.n_head=5": "must be divisible by model.n_head=5",
         "-m sweep.parallel=2 run.seed=1,2": "runs its jobs one after another on this machine",
-        "-m sweep=optuna sweep.pruner=median optimizer.lr=interval(1,2)": "sweep.pruner does not",
+        "-m sweep=optuna sweep.pruner=median optimizer.lr=interval(1,2)": (
+            "sweep.pruner does not work with a script of your own"
+        ),
     }.items():
         text = fail([*command, *overrides(), "run.name=x", *words.split()], tmp_path)
         assert text.startswith("config error: ") and text.count("\n") == 1, text

@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 from launching import ROOT
+from runs import write_files
+from user_code_page import page_files
 
 TOY = "main.py --config-dir=examples/toy experiment=toy"
 DIGITS = "main.py --config-dir=examples/digits experiment=digits_convnet"
@@ -108,15 +110,6 @@ def write_digits(directory: Path) -> None:
         (directory / f"{split}-labels-idx1-ubyte").write_bytes(head + labels)
 
 
-def write_my_task(directory: Path) -> None:
-    """Write the files of the example in docs/your-own-model.md."""
-    page = (ROOT / "docs" / "your-own-model.md").read_text()
-    block = r"^`(my_task/\S+)`\n\n```\w+\n(.*?)^```$"
-    for name, content in re.findall(block, page, re.DOTALL | re.MULTILINE):
-        (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_text(content)
-
-
 def run_command(command: str, directory: Path, run: Path | None = None) -> None:
     """Run a command of the table with this interpreter and checkout. It must exit with code 0."""
     words = shlex.split(command)
@@ -155,5 +148,5 @@ def test_command(name, tmp_path, digits_run):
     if name == "mpirun" and shutil.which("mpirun") is None:
         pytest.skip("needs mpirun")
     write_digits(tmp_path / "MNIST_DIR")
-    write_my_task(tmp_path)
+    write_files(tmp_path, page_files("my_task"))
     run_command(COMMANDS[name], tmp_path, digits_run)

@@ -6,7 +6,7 @@ import json
 import time
 
 import pytest
-from browser import Browser, chromium
+from browser import Browser
 from fake_runs import fake_run
 
 from mingpt_ddp.study.results.report import report, write_page
@@ -37,15 +37,6 @@ CONTRAST = """(() => {
     ...[...document.querySelectorAll(selector)].map(element => to(getComputedStyle(element)[of])));
   return [page, least("p, td, h1, h2", "color"), least(".plot text", "fill"), least(".js-line", "stroke")];
 })()"""  # noqa: E501
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    if chromium() is None:
-        pytest.skip("there is no Chromium; apt-get install chromium-headless-shell, or chromium")
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
 
 
 @pytest.fixture(scope="module")

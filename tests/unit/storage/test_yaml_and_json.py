@@ -34,18 +34,18 @@ def test_values_that_could_not_be_read_are_not_written(values):
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "message"),
     [
-        "x" * (MAX_YAML_BYTES + 1),
-        "[" + "[]," * MAX_YAML_EVENTS + "]",
-        "[" * 1000,
-        "a: 1" + ":59" * 300_000,  # an integer in base 60, as YAML 1.1 writes minutes
-        "a: 1" + ":59" * 300_000 + ".5",
-        "a: &b [1]\nc: *b",
+        ("x" * (MAX_YAML_BYTES + 1), "it has "),
+        ("[" + "[]," * MAX_YAML_EVENTS + "]", "it is too long: "),
+        ("[" * 1000, "it has "),
+        ("a: 1" + ":59" * 300_000, "it has "),  # an integer in base 60, as YAML 1.1 writes minutes
+        ("a: 1" + ":59" * 300_000 + ".5", "it has "),
+        ("a: &b [1]\nc: *b", "it has "),
     ],
 )
-def test_hostile_yaml(text):
-    with pytest.raises(ValueError, match=r"it (has|is too long)"):
+def test_hostile_yaml(text, message):
+    with pytest.raises(ValueError, match=message):
         load_yaml(text)
 
 
