@@ -36,8 +36,6 @@ COMMANDS = [str(ROOT / "main.py"), str(ROOT / "sample.py"), "mingpt_ddp", "torch
 PRELOADED = [
     "mingpt_ddp.cli.train_job",
     "mingpt_ddp.training.run",
-    "torch._dynamo",
-    "torch._inductor.config",
     "torch.utils.tensorboard",
     "torch.distributed.run",
 ]

@@ -17,6 +17,7 @@ from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.keys.optimizer_config import AdamWConfig, OptimizerConfig, SGDConfig
 from mingpt_ddp.errors import CodeError
 from mingpt_ddp.models.dtensor import is_dtensor
+from mingpt_ddp.optim.eager import SGD, AdamW
 from mingpt_ddp.optim.muon import Muon
 from mingpt_ddp.optim.state import State, declare_state
 
@@ -55,9 +56,10 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
 
 def _adamw(model: nn.Module, config: AdamWConfig) -> torch.optim.Optimizer:
     groups = decay_groups(model, config.weight_decay)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
+@declare_state(AdamW)
 @declare_state(torch.optim.AdamW)
 def _adamw_state(parameter: Tensor, group: dict[str, Any]) -> State:
     moments = ["exp_avg", "exp_avg_sq"]
@@ -70,7 +72,7 @@ def _adamw_state(parameter: Tensor, group: dict[str, Any]) -> State:
 def _sgd(model: nn.Module, config: SGDConfig) -> torch.optim.Optimizer:
     groups = decay_groups(model, config.weight_decay)
     is_sharded = any(map(is_dtensor, model.parameters()))
-    return torch.optim.SGD(
+    return SGD(
         groups,
         lr=config.lr,
         momentum=config.momentum,
@@ -79,6 +81,7 @@ def _sgd(model: nn.Module, config: SGDConfig) -> torch.optim.Optimizer:
     )
 
 
+@declare_state(SGD)
 @declare_state(torch.optim.SGD)
 def _sgd_state(parameter: Tensor, group: dict[str, Any]) -> State:
     return {"momentum_buffer": torch.zeros_like(parameter)} if group["momentum"] else {}

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from mingpt_ddp.config.keys.optimizer_config import MuonConfig
 from mingpt_ddp.models.ops import DTYPES, resolve_precision
+from mingpt_ddp.optim.eager import AdamW
 from mingpt_ddp.optim.state import DECLARATIONS, State, declare_state
 from mingpt_ddp.torch_internals import for_each, leave_overflow_to_scaler
 
@@ -164,7 +165,7 @@ class DividesWork(Protocol):
         """
 
 
-class Muon(torch.optim.AdamW):
+class Muon(AdamW):
     """Muon for matrices, then AdamW's own step for the parameters that still have gradients."""
 
     def __init__(self, model: nn.Module, config: MuonConfig) -> None:
@@ -298,7 +299,7 @@ class Muon(torch.optim.AdamW):
 def _muon_state(parameter: Tensor, group: dict[str, Any]) -> State:
     if group["muon"]:
         return _momentum_state(parameter)
-    return DECLARATIONS[torch.optim.AdamW](parameter, group)
+    return DECLARATIONS[AdamW](parameter, group)
 
 
 def _momentum_state(parameter: Tensor) -> State:

@@ -20,7 +20,7 @@ PRELOADED = [
     "mingpt_ddp.distributed.launch.preload",
     "mingpt_ddp.cli.train_job",
     "mingpt_ddp.training.run",
-    "torch._dynamo",
+    "mingpt_ddp.distributed.launch.preload_compiler",
 ]
 
 

@@ -4,7 +4,6 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from mingpt_ddp.config.builders import attribute_errors_to_user_code
@@ -16,6 +15,7 @@ from mingpt_ddp.config.validation import NotRegisteredError
 from mingpt_ddp.data.tokenizers.tokenizer import Tokenizer, tokenizer_from_state
 from mingpt_ddp.errors import ConfigError, SnapshotError, command
 from mingpt_ddp.models import build_model
+from mingpt_ddp.models.meta_device import meta_device
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.read.load import Step, load
 from mingpt_ddp.snapshots.state_dict import load_model_state
@@ -127,7 +127,7 @@ def build_from_tensors(
         return model
 
     def on_meta(**changed: Any) -> nn.Module:
-        with torch.device("meta"):  # tensors have shapes, but no memory
+        with meta_device():  # tensors have shapes, but no memory
             return build_model(replace(config, **changed), *sizes)
 
     try:

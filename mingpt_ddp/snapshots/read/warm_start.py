@@ -20,6 +20,7 @@ from mingpt_ddp.config.recorded import without_unknown
 from mingpt_ddp.config.user_code import is_custom_model
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.errors import ConfigError, SnapshotError
+from mingpt_ddp.models.meta_device import meta_device
 from mingpt_ddp.snapshots.read.initial_weights import (
     InitialWeights,
     read_initial_weights,
@@ -59,7 +60,7 @@ class WarmStart:
             return
         # A user's model may not work on the meta device.
         is_custom = is_custom_model(self.config.model)
-        with contextlib.nullcontext() if is_custom else torch.device("meta"):
+        with contextlib.nullcontext() if is_custom else meta_device():
             model = build_model()
         _check_fit(model, self.tensors, {*zip(self.sizes, shape, strict=True)})
 

@@ -13,6 +13,7 @@ from mingpt_ddp.cli import COMMANDS
 
 FORMAT_2 = ROOT / "tests" / "data" / "format2" / "gpt-adamw" / "run"
 HEAVY = ["torch", "numpy", "plotly", "scipy", "optuna", "tensorboard", "aiohttp", "transformers"]
+HEAVY += ["torch._dynamo"]
 SCRIPT = """
 import os, runpy, sys
 def report(code):
@@ -79,3 +80,17 @@ def test_a_run_imports_nothing_that_a_report_or_a_search_needs(tmp_path):
     code, imported = heavy_imports("mingpt_ddp", *TINY_RUN, f"run.root={tmp_path}")
     assert code == 0
     assert "torch" in imported and not {"scipy", "plotly", "optuna"} & {*imported}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
+def test_a_run_that_compiles_nothing_imports_no_compiler(optimizer, tmp_path):
+    """Neither does a run that resumes, nor a sample."""
+    words = [*TINY_RUN, f"optimizer={optimizer}", f"run.root={tmp_path}", "run.name=run"]
+    code, first = heavy_imports("mingpt_ddp", *words)
+    assert code == 0
+    code, resumed = heavy_imports("mingpt_ddp", *words, "trainer.max_steps=2")
+    assert code == 0
+    code, sample = heavy_imports("mingpt_ddp", "sample", f"{tmp_path}/run", "max_new_tokens=2")
+    assert code == 0
+    for imported in (first, resumed, sample):
+        assert "torch" in imported and "torch._dynamo" not in imported
