@@ -64,6 +64,17 @@ def name_backends(backend: str, device_type: str) -> tuple[str, str]:
     return f"cpu:{cpu_backend},cuda:{gpu_backend}", gpu_backend
 
 
+def _new_group(
+    ranks: list[int] | None = None, timeout: timedelta | None = None
+) -> dist.ProcessGroup | None:
+    """Create a gloo group of these ranks, by default of all. All ranks must call this function.
+
+    Return None if this rank is not in the group.
+    """
+    group: object = dist.new_group(ranks, timeout, "gloo")
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
 class ProcessGroup(JsonCollectives):
     """The collectives of this rank with all ranks of the job, and its heartbeat."""
 
@@ -135,7 +146,7 @@ class ProcessGroup(JsonCollectives):
         )
         # The timeout is long, because ranks may have to wait until storage is available again. Gloo
         # notices a dead peer regardless of the timeout.
-        io_group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+        io_group = _new_group(timeout=timedelta(days=30))
         self.snapshot_collectives = JsonCollectives(self.env, io_group, shared_errors=Exception)
         self._untimed = JsonCollectives(self.env, io_group)
         if device.type == "cuda" and backend in ("auto", "nccl"):
@@ -155,9 +166,7 @@ class ProcessGroup(JsonCollectives):
         self.mesh = init_device_mesh(device_type, shape, mesh_dim_names=("data", "tensor"))
         for first in range(0, self.world_size, self.tensor_size):
             ranks = list(range(first, first + self.tensor_size))
-            group = dist.new_group(ranks, backend="gloo")  # a collective of all ranks
-            if self.rank in ranks:
-                self._copy_group = group
+            self._copy_group = _new_group(ranks) or self._copy_group
 
     def prepare_on_each_node(self, work: Callable[[], T], what: str) -> T:
         """Call `work` on the first rank of every node, and return its JSON value on every rank.
@@ -217,6 +226,7 @@ class ProcessGroup(JsonCollectives):
         if self.world_size == 1:
             return lambda: values[None]
         parts = [torch.empty_like(values) for _ in range(self.world_size)]
+        receive: Callable[[], object]
         if self.shared_memory is not None:
             receive = self.shared_memory.all_gather_async(parts, values)
         else:
