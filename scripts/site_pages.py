@@ -19,6 +19,7 @@ ELSEWHERE = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "report-a-vulnerability.md",
 }
 # The modules that users import, in the order of the page api.md, with the names that it shows.
 API = {
@@ -107,7 +108,7 @@ def commands_page() -> str:
 
 def api_page() -> str:
     """Return a page that mkdocstrings fills with the signatures and docstrings of public names."""
-    parts = ["# Look up a Python name", "[python.md](python.md) shows how to use them."]
+    parts = ["# Look up a Python name", "[Use it from Python](python.md) shows how to use them."]
     for module, names in API.items():
         parts.append(f"## {module}")
         parts += [f"::: {module}.{name}" for name in names.split()]
@@ -126,6 +127,9 @@ def main() -> None:
         page = page_of(source)
         assert page is not None
         text = with_links(source.read_text(), source, page, repository)
+        if page.name == "index.md":
+            # Otherwise its title in the browser would be the name of the site, twice.
+            text = f"---\ntitle: Train a small GPT\n---\n\n{text}"
         # A browser would load the library that draws a chart from elsewhere: show its text.
         (PAGES / page).write_text(text.replace("```mermaid", "```text"))
     (PAGES / "commands.md").write_text(commands_page())

@@ -264,6 +264,7 @@ def load(
     Args:
         run: Path or fsspec URL of a run directory, of its directory of snapshots, or of a snapshot.
         step: newest, best (lowest validation loss) or a number.
+        device: Where to put the model, such as cpu or cuda:0.
         code: Your Python file that registers the model, if it is not built in.
 
     Raises:
