@@ -1,0 +1,147 @@
+"""Judge ideas for a better model: each against the recipe without it, seed by seed.
+
+The recipe is `experiment=shakespeare_bpe_cpu`. An idea is a few overrides of it, and some need the
+code in benchmarks/idea_parts. It is judged as a user would do it: each idea is a sweep over the
+seeds, and `report compare` compares it with the recipe. The text is the training split of
+tinyshakespeare, of which the last tenth is the validation text here. The validation split of
+tinyshakespeare itself therefore decides nothing.
+
+The jobs run two at a time, with one thread each. "Time" is the idea's CPU time for a step, divided
+by the recipe's: `--steps-of-time` steps of each, alternately, on one thread. Runs that are complete
+in --root are not repeated.
+
+    MINGPT_SHAKESPEARE=input.txt python benchmarks/ideas.py --root build/ideas
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from common import ROOT, corpus_path, environment, log, nats_per_character, parser, report, timed
+
+RECIPE = "recipe"
+CODE = [f"--config-dir={ROOT / 'benchmarks' / 'idea_parts'}", "model=ideas"]
+IDEAS: dict[str, list[str]] = {
+    RECIPE: [],
+    "EMA": ["trainer.ema=0.99", "optimizer.min_lr_ratio=0.2"],
+    "weight decay with the schedule of the rate": [
+        "optimizer.weight_decay=0.2",
+        "optimizer.weight_decay_schedule=lr",
+    ],
+    "gates on the heads": [*CODE, "model.gates=true"],
+    "n-grams in the values": [*CODE, "model.value_rows=32768"],
+    "n-grams in the embedding": ["model.ngram_rows=32768"],
+    "skips between blocks": [*CODE, "model.skips=true"],
+    "two tokens ahead": [*CODE, "model.ahead=0.3"],
+    "dropout": ["model.dropout=0.05"],
+}
+# Share of the text that is the training split of the recipes.
+TRAINING = 0.9
+VERDICT = re.compile(r"^(?:no difference shown|.* is better than ).*$", re.MULTILINE)
+HEADER = ["idea", "nats/character", "less than the recipe", "time", "verdict"]
+
+
+def directory_of(idea: str) -> str:
+    return re.sub(r"\W+", "-", idea)
+
+
+def overrides(idea: str, text: Path, root: Path) -> list[str]:
+    return [
+        "experiment=shakespeare_bpe_cpu",
+        *IDEAS[idea],
+        f"data.path='{text}'",
+        "data.sha256=null",
+        f"data.cache_dir='{root / 'cache'}'",
+        "trainer.device=cpu",
+    ]
+
+
+def train(idea: str, seeds: list[int], text: Path, root: Path) -> list[float]:
+    """Train an idea with all seeds. Return the losses in nats per character, by seed."""
+    log(f"{idea}: seeds {seeds}")
+    name = directory_of(idea)
+    command = [
+        *[sys.executable, str(ROOT / "main.py"), "-m", *overrides(idea, text, root)],
+        *[f"run.root='{root}'", f"run.name={name}", f"run.seed={','.join(map(str, seeds))}"],
+        "sweep.parallel=2",
+    ]
+    subprocess.run(command, cwd=root, env=environment(), stdout=subprocess.DEVNULL, check=True)
+    losses: dict[int, float] = {}
+    for path in (root / name).glob("*/result.json"):
+        result = json.loads(path.read_text())
+        (seed,) = re.findall(r"run\.seed=(\d+)", path.parent.name)
+        losses[int(seed)] = nats_per_character(result)
+    return [losses[seed] for seed in seeds]
+
+
+def compare(idea: str, root: Path) -> str:
+    """Return the verdict of `report compare` on an idea and the recipe."""
+    runs = [str(root / directory_of(name)) for name in (idea, RECIPE)]
+    command = [sys.executable, "-m", "mingpt_ddp", "report", *runs, "compare", "accept_code=true"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), text=True, capture_output=True, check=True
+    )
+    found = VERDICT.search(done.stdout)
+    assert found is not None, done.stdout
+    return found[0]
+
+
+def step_ratios(ideas: list[str], steps: int, text: Path, root: Path) -> dict[str, float]:
+    """Compare the CPU time of `steps` steps: that of a run with as many minus that of one step."""
+    seconds: dict[str, list[float]] = {idea: [] for idea in ideas}
+    for _ in range(3):
+        for idea in ideas:
+            times = []
+            for n in (1, 1 + steps):
+                where = [f"run.root='{root}'", "run.name=time", "run.resume=never"]
+                short = [f"trainer.max_steps={n}", "snapshot.every_steps=null"]
+                command = [*overrides(idea, text, root), "data.truncate=0.1", *where, *short]
+                _, cpu = timed([sys.executable, str(ROOT / "main.py"), *command], root)
+                times.append(cpu)
+            seconds[idea].append(times[1] - times[0])
+    recipe = median(seconds[RECIPE])
+    return {idea: median(found) / recipe for idea, found in seconds.items()}
+
+
+def main() -> None:
+    options = parser(__doc__, "ideas")
+    options.add_argument("--ideas", nargs="+", choices=IDEAS, default=list(IDEAS))
+    options.add_argument(
+        "--seeds", type=int, nargs="+", default=[201, 202], help="(default: %(default)s)"
+    )
+    options.add_argument("--steps-of-time", type=int, default=40, help="(default: %(default)s)")
+    options.add_argument("--root", type=Path, required=True, help="where to keep the runs")
+    chosen = options.parse_args()
+    root = chosen.root.resolve()
+    root.mkdir(parents=True, exist_ok=True)
+    whole = corpus_path().read_text()
+    text = root / "training.txt"
+    text.write_text(whole[: int(TRAINING * len(whole))])
+
+    ideas = list(dict.fromkeys([RECIPE, *chosen.ideas]))
+    losses = {idea: train(idea, chosen.seeds, text, root) for idea in ideas}
+    ratios = step_ratios(ideas, chosen.steps_of_time, text, root)
+    results: dict[str, Any] = {}
+    rows = []
+    for idea in ideas:
+        verdict = compare(idea, root) if idea != RECIPE else ""
+        less = mean(losses[RECIPE]) - mean(losses[idea])
+        results[idea] = {
+            "losses": losses[idea],
+            "less": less,
+            "time": ratios[idea],
+            "verdict": verdict,
+        }
+        figures = [f"{mean(losses[idea]):.4f}", f"{less:+.4f}", f"{ratios[idea]:.3f}"]
+        rows.append([idea, *figures, verdict])
+    report(chosen.out, {"seeds": chosen.seeds, "ideas": results}, HEADER, rows)
+
+
+if __name__ == "__main__":
+    main()
