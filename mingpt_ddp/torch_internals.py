@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
@@ -235,11 +234,6 @@ def dump_gpu_memory(path: str) -> bool:
 
 
 # torch.compile.
-
-
-def import_compiler() -> None:
-    """Import the part of torch.compile that captures graphs, which `import torch` leaves out."""
-    import_module("torch._dynamo")
 
 
 def cut_graph_at_buckets(wrapped: DistributedDataParallel, wanted: bool) -> None:

@@ -13,7 +13,7 @@ import contextvars
 import ctypes
 import functools
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import re
@@ -39,6 +39,10 @@ PRELOADED = [
     "torch.utils.tensorboard",
     "torch.distributed.run",
 ]
+# The compiler, which DistributedDataParallel imports. Where triton is installed, the compiler loads
+# it too, and an interpreter that has loaded triton prints "nanobind: leaked" when it ends.
+if importlib.util.find_spec("triton") is None:
+    PRELOADED += ["torch._dynamo", "torch._inductor.config"]
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <sys/prctl.h>
 # In place of the path of an output: write to a pipe whose reader has ended.
 UNREAD = "unread"

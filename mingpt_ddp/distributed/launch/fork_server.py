@@ -20,7 +20,7 @@ PRELOADED = [
     "mingpt_ddp.distributed.launch.preload",
     "mingpt_ddp.cli.train_job",
     "mingpt_ddp.training.run",
-    "mingpt_ddp.distributed.launch.preload_compiler",
+    "torch._dynamo",  # the constructor of DistributedDataParallel imports it
 ]
 
 
