@@ -27,13 +27,14 @@ from common import ROOT, corpus_path, environment, log, nats_per_character, pars
 
 RECIPE = "recipe"
 CODE = [f"--config-dir={ROOT / 'benchmarks' / 'idea_parts'}", "model=ideas"]
+EMA = ["trainer.ema=0.99", "optimizer.min_lr_ratio=0.2"]
+FALLING = "optimizer.weight_decay_schedule=lr"
 IDEAS: dict[str, list[str]] = {
     RECIPE: [],
-    "EMA": ["trainer.ema=0.99", "optimizer.min_lr_ratio=0.2"],
-    "weight decay with the schedule of the rate": [
-        "optimizer.weight_decay=0.2",
-        "optimizer.weight_decay_schedule=lr",
-    ],
+    "EMA": EMA,
+    "weight decay 0.2": ["optimizer.weight_decay=0.2", FALLING],
+    "weight decay 1": ["optimizer.weight_decay=1.0", FALLING],
+    "EMA and weight decay 0.5": ["optimizer.weight_decay=0.5", FALLING, *EMA],
     "gates on the heads": [*CODE, "model.gates=true"],
     "n-grams in the values": [*CODE, "model.value_rows=32768"],
     "n-grams in the embedding": ["model.ngram_rows=32768"],
