@@ -3,6 +3,7 @@ package index.
 """
 
 import re
+import shutil
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -24,6 +25,8 @@ def absolute_links(markdown: str, url: str) -> str:
     return RELATIVE.sub(absolute, markdown)
 
 
+# An earlier build may have left modules here that have been deleted since. They would be installed.
+shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)
 config = ConfigParser()
 config.read(ROOT / "setup.cfg")
 readme = (ROOT / "README.md").read_text(encoding="utf-8")

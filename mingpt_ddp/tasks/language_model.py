@@ -33,6 +33,7 @@ from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.inference.generate import SamplingParams, generate_text
 from mingpt_ddp.models.ops import cross_entropy
 from mingpt_ddp.tasks.causality import check_is_causal_lm, check_shapes, draw_weights
+from mingpt_ddp.tasks.outputs import Returned
 from mingpt_ddp.tasks.recorded_text import recorded_text
 from mingpt_ddp.tasks.task import Mean, Task
 
@@ -260,7 +261,7 @@ class LanguageModel(Task):
         self._model_ids = self._model_ids.to(tokens.device)
         return self._model_ids[tokens], self._model_ids[targets]
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Returned:
         tokens, targets = self.in_ids_of_model(batch)  # each (B, T)
         smoothing = getattr(self.config.task, "label_smoothing", 0.0)
         if smoothing:

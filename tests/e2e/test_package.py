@@ -36,7 +36,8 @@ from torch import Tensor, nn
 import mingpt_ddp
 from mingpt_ddp.errors import UserError
 from mingpt_ddp.optim import declare_state
-from mingpt_ddp.registry import ModelConfig, check, on, register
+from mingpt_ddp.registry import ModelConfig, TaskConfig, check, on, register
+from mingpt_ddp.tasks import LanguageModel
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,13 @@ class Mine(nn.Module):
     def __init__(self, config: MineConfig, vocab_size: int, block_size: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, config.n_hidden)
+
+
+@register("task", "two_losses", TaskConfig)
+class TwoLosses(LanguageModel):
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        tokens, targets = batch
+        return {"text": model(tokens, targets), "squared": model(tokens).square().mean()}
 
 
 @declare_state(torch.optim.Adagrad)
