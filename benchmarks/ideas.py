@@ -1,8 +1,8 @@
 """Judge ideas for a better model: each against the recipe without it, seed by seed.
 
-The recipe is `experiment=shakespeare_bpe_cpu`. An idea is a few overrides of it, and some need the
-code in benchmarks/idea_parts. It is judged as a user would do it: each idea is a sweep over the
-seeds, and `report compare` compares it with the recipe. The text is the training split of
+The recipe is `experiment=shakespeare_bpe_cpu` without the ideas that it has adopted. An idea is a
+few overrides of it, and some need the code in benchmarks/idea_parts. It is judged as a user would
+do it: each idea is a sweep over the seeds, and `report compare` compares it with the recipe. The text is the training split of
 tinyshakespeare, of which the last tenth is the validation text here. The validation split of
 tinyshakespeare itself therefore decides nothing.
 
@@ -27,6 +27,13 @@ from common import ROOT, corpus_path, environment, log, nats_per_character, pars
 
 RECIPE = "recipe"
 CODE = [f"--config-dir={ROOT / 'benchmarks' / 'idea_parts'}", "model=ideas"]
+# The settings of the recipe before it adopted any idea.
+BEFORE = {
+    "trainer.ema": "null",
+    "optimizer.min_lr_ratio": "0",
+    "optimizer.weight_decay": "0",
+    "optimizer.weight_decay_schedule": "constant",
+}
 EMA = ["trainer.ema=0.99", "optimizer.min_lr_ratio=0.2"]
 FALLING = "optimizer.weight_decay_schedule=lr"
 IDEAS: dict[str, list[str]] = {
@@ -53,8 +60,10 @@ def directory_of(idea: str) -> str:
 
 
 def overrides(idea: str, text: Path, root: Path) -> list[str]:
+    changed = {word.partition("=")[0] for word in IDEAS[idea]}
     return [
         "experiment=shakespeare_bpe_cpu",
+        *(f"{key}={value}" for key, value in BEFORE.items() if key not in changed),
         *IDEAS[idea],
         f"data.path='{text}'",
         "data.sha256=null",
