@@ -2,9 +2,10 @@
 
 The recipe is `experiment=shakespeare_bpe_cpu` without the ideas that it has adopted. An idea is a
 few overrides of it, and some need the code in benchmarks/idea_parts. It is judged as a user would
-do it: each idea is a sweep over the seeds, and `report compare` compares it with the recipe. The text is the training split of
-tinyshakespeare, of which the last tenth is the validation text here. The validation split of
-tinyshakespeare itself therefore decides nothing.
+do it: each idea is a sweep over the seeds, and `report compare` compares it with the recipe.
+
+The text is the training split of tinyshakespeare, of which the last tenth is the validation text
+here. The validation split of tinyshakespeare itself therefore decides nothing.
 
 The jobs run two at a time, with one thread each. "Time" is the idea's CPU time for a step, divided
 by the recipe's: `--steps-of-time` steps of each, alternately, on one thread. Runs that are complete
