@@ -25,7 +25,7 @@ def absolute_links(markdown: str, url: str) -> str:
     return RELATIVE.sub(absolute, markdown)
 
 
-# An earlier build may have left modules here that have been deleted since. They would be installed.
+# Delete the files of an earlier build: a module that was deleted since then would be installed.
 shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)
 config = ConfigParser()
 config.read(ROOT / "setup.cfg")

@@ -1,14 +1,14 @@
 """Judge ideas for a better model: each against the recipe without it, seed by seed.
 
 The recipe is `experiment=shakespeare_bpe_cpu` without the ideas that it has adopted. An idea is a
-few overrides of it, and some need the code in benchmarks/idea_parts. It is judged as a user would
-do it: each idea is a sweep over the seeds, and `report compare` compares it with the recipe.
+few overrides of it, and some need the code in benchmarks/idea_parts. Each idea is a sweep over the
+seeds, and `report compare` compares it with the recipe.
 
-The text is the training split of tinyshakespeare, of which the last tenth is the validation text
-here. The validation split of tinyshakespeare itself therefore decides nothing.
+All runs use only the training split of tinyshakespeare, and its last tenth is their validation
+text. The validation split of tinyshakespeare decides nothing.
 
 The jobs run two at a time, with one thread each. "Time" is the idea's CPU time for a step, divided
-by the recipe's: `--steps-of-time` steps of each, alternately, on one thread. Runs that are complete
+by the recipe's, on one thread. Runs that are complete
 in --root are not repeated.
 
     MINGPT_SHAKESPEARE=input.txt python benchmarks/ideas.py --root build/ideas
@@ -103,10 +103,15 @@ def compare(idea: str, root: Path) -> str:
     return found[0]
 
 
-def step_ratios(ideas: list[str], steps: int, text: Path, root: Path) -> dict[str, float]:
-    """Compare the CPU time of `steps` steps: that of a run with as many minus that of one step."""
+def step_ratios(
+    ideas: list[str], steps: int, repetitions: int, text: Path, root: Path
+) -> dict[str, float]:
+    """Measure the CPU time of each idea for `steps` steps, as a multiple of the recipe's.
+
+    The time of a run of one step is subtracted.
+    """
     seconds: dict[str, list[float]] = {idea: [] for idea in ideas}
-    for _ in range(3):
+    for _ in range(repetitions):
         for idea in ideas:
             times = []
             for n in (1, 1 + steps):
@@ -124,9 +129,21 @@ def main() -> None:
     options = parser(__doc__, "ideas")
     options.add_argument("--ideas", nargs="+", choices=IDEAS, default=list(IDEAS))
     options.add_argument(
-        "--seeds", type=int, nargs="+", default=[201, 202], help="(default: %(default)s)"
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=[201, 202],
+        help="two or more (default: %(default)s)",
     )
-    options.add_argument("--steps-of-time", type=int, default=40, help="(default: %(default)s)")
+    options.add_argument(
+        "--timed-steps",
+        type=int,
+        default=40,
+        help="steps to time (default: %(default)s)",
+    )
+    options.add_argument(
+        "--repetitions", type=int, default=3, help="repetitions of each time (default: %(default)s)"
+    )
     options.add_argument("--root", type=Path, required=True, help="where to keep the runs")
     chosen = options.parse_args()
     root = chosen.root.resolve()
@@ -137,7 +154,7 @@ def main() -> None:
 
     ideas = list(dict.fromkeys([RECIPE, *chosen.ideas]))
     losses = {idea: train(idea, chosen.seeds, text, root) for idea in ideas}
-    ratios = step_ratios(ideas, chosen.steps_of_time, text, root)
+    ratios = step_ratios(ideas, chosen.timed_steps, chosen.repetitions, text, root)
     results: dict[str, Any] = {}
     rows, readme = [], []
     for idea in ideas:

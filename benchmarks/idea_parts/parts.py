@@ -1,4 +1,4 @@
-"""Changes of the modern architecture that benchmarks/ideas.py judges.
+"""Variants of the modern architecture for benchmarks/ideas.py.
 
 Shapes: B sequences, T tokens, C = n_embd, H = n_head heads of D = C / H.
 """
@@ -26,7 +26,7 @@ class IdeasConfig(ModelConfig):
     n_head: int
     n_embd: int
     gates: bool = False  # gate the output of each head
-    value_rows: int = 0  # size of a table of n-grams, which are added to the values
+    value_rows: int = 0  # rows of an n-gram table, added to the values; 0 for no table
     skips: bool = False  # add the outputs of early blocks to the inputs of late blocks
     ahead: float = 0.0  # weight of the loss of the token after the next one
 
@@ -46,7 +46,7 @@ class ChangedAttention(RotaryAttention):
         super().__init__(config, block)
         self.gate = nn.Linear(GATE_INPUTS, block.n_head, bias=False) if config.gates else None
         self.added: Tensor | None = None  # (B, T, C), set by the model before each call
-        self.gates: Tensor | None = None  # (B, H, T, 1), of the call that is running
+        self.gates: Tensor | None = None  # gates of the current call, (B, H, T, 1)
 
     def init_weights(self) -> None:
         if self.gate is not None:

@@ -1,6 +1,5 @@
 """Build a model on torch's meta device, where tensors have shapes and types but no values."""
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,13 +8,19 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-# Functions that fill a tensor, and return it. Those of nn.init end with an underscore.
-FILLS = {Tensor.normal_, Tensor.uniform_}
-FILLS |= {getattr(nn.init, name) for name in dir(nn.init) if re.fullmatch(r"[a-z].*_", name)}
+# The functions that fill a tensor and return it. Other functions of nn.init call these.
+FILLS = {
+    Tensor.normal_,
+    Tensor.uniform_,
+    nn.init.constant_,
+    nn.init.kaiming_uniform_,
+    nn.init.normal_,
+    nn.init.uniform_,
+}
 
 
 class _FillNothing(TorchFunctionMode):
-    """Leave out the initialization of weights."""
+    """Leave out the initialization of meta tensors."""
 
     def __torch_function__(
         self,
@@ -26,16 +31,18 @@ class _FillNothing(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if function in FILLS:
-            return args[0] if args else kwargs["tensor"]
+            tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
         return function(*args, **kwargs)
 
 
 @contextmanager
 def meta_device() -> Iterator[None]:
-    """Create the tensors in this context on the meta device.
+    """Create the tensors in this context on the meta device, and do not initialize them.
 
-    Functions that fill tensors do nothing. There, the meta device would use Python code of torch
-    that takes half a second to import.
+    On the meta device, functions such as nn.init.normal_ would import Python code of torch, which
+    takes half a second.
     """
     with torch.device("meta"), _FillNothing():
         yield

@@ -1,12 +1,11 @@
 """torch's optimizers, without the import of torch's compiler.
 
-torch hides some methods of an optimizer from torch.compile. At the first call of such a method, it
-imports torch._dynamo, which takes about half a second. This package compiles models, but not
-optimizers, so these classes call the methods that torch has wrapped.
+torch wraps some methods of an optimizer so that torch.compile skips them. The first call of a
+wrapped method imports torch._dynamo, which takes about half a second. This package compiles models,
+but not optimizers, so these classes have the methods without the wrappers.
 """
 
 from inspect import unwrap
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -24,18 +23,10 @@ class Eager(Optimizer):
 class AdamW(Eager, torch.optim.AdamW):
     """torch.optim.AdamW, which is never compiled."""
 
-    _adamw_step = unwrap(torch.optim.AdamW.step)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        return self._adamw_step(closure)
+    step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
 
 
 class SGD(Eager, torch.optim.SGD):
     """torch.optim.SGD, which is never compiled."""
 
-    _sgd_step = unwrap(torch.optim.SGD.step)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        return self._sgd_step(closure)
+    step = torch.no_grad()(unwrap(torch.optim.SGD.step))

@@ -84,7 +84,7 @@ def test_a_run_imports_nothing_that_a_report_or_a_search_needs(tmp_path):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
 def test_a_run_that_compiles_nothing_imports_no_compiler(optimizer, tmp_path):
-    """Neither does a run that resumes, nor a sample."""
+    """A resumed run and a sample import no compiler either."""
     words = [*TINY_RUN, f"optimizer={optimizer}", f"run.root={tmp_path}", "run.name=run"]
     code, first = heavy_imports("mingpt_ddp", *words)
     assert code == 0
