@@ -170,7 +170,10 @@ def main() -> None:
         rows.append([idea, loss, moved, time, verdict])
         if idea != RECIPE:
             what = f"{idea}: change of the loss of `shakespeare_bpe_cpu`, {len(chosen.seeds)} seeds"
-            readme.append((what, f"{moved} nats per character, in {time} of its CPU time"))
+            shown = "no difference shown" if "no difference" in verdict else "a difference"
+            (p,) = re.findall(r"p [=<] [\d.e-]+", verdict)
+            figure = f"{moved} nats per character, {shown} ({p}); {time} of the CPU time"
+            readme.append((what, figure))
     report(chosen.out, {"seeds": chosen.seeds, "ideas": results}, HEADER, rows, readme)
 
 
