@@ -142,7 +142,7 @@ def main() -> None:
         help="steps to time (default: %(default)s)",
     )
     options.add_argument(
-        "--repetitions", type=int, default=3, help="repetitions of each time (default: %(default)s)"
+        "--repetitions", type=int, default=3, help="0 times nothing (default: %(default)s)"
     )
     options.add_argument("--root", type=Path, required=True, help="where to keep the runs")
     chosen = options.parse_args()
@@ -154,7 +154,9 @@ def main() -> None:
 
     ideas = list(dict.fromkeys([RECIPE, *chosen.ideas]))
     losses = {idea: train(idea, chosen.seeds, text, root) for idea in ideas}
-    ratios = step_ratios(ideas, chosen.timed_steps, chosen.repetitions, text, root)
+    ratios: dict[str, float] = {}
+    if chosen.repetitions:
+        ratios = step_ratios(ideas, chosen.timed_steps, chosen.repetitions, text, root)
     results: dict[str, Any] = {}
     rows, readme = [], []
     for idea in ideas:
@@ -163,17 +165,17 @@ def main() -> None:
         results[idea] = {
             "losses": losses[idea],
             "change": change,
-            "time": ratios[idea],
+            "time": ratios.get(idea),
             "verdict": verdict,
         }
-        loss, moved, time = f"{mean(losses[idea]):.4f}", f"{change:+.4f}", f"{ratios[idea]:.2f}"
+        loss, moved = f"{mean(losses[idea]):.4f}", f"{change:+.4f}"
+        time = f"{ratios[idea]:.2f}" if ratios else "not measured"
         rows.append([idea, loss, moved, time, verdict])
         if idea != RECIPE:
             what = f"{idea}: change of the loss of `shakespeare_bpe_cpu`, {len(chosen.seeds)} seeds"
             shown = "no difference shown" if "no difference" in verdict else "a difference"
             (p,) = re.findall(r"p [=<] [\d.e-]+", verdict)
-            figure = f"{moved} nats per character, {shown} ({p}); {time} of the CPU time"
-            readme.append((what, figure))
+            readme.append((what, f"{moved} nats per character, {shown} ({p}); CPU time {time}"))
     report(chosen.out, {"seeds": chosen.seeds, "ideas": results}, HEADER, rows, readme)
 
 
