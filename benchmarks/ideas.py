@@ -175,7 +175,8 @@ def main() -> None:
             what = f"{idea}: change of the loss of `shakespeare_bpe_cpu`, {len(chosen.seeds)} seeds"
             shown = "no difference shown" if "no difference" in verdict else "a difference"
             (p,) = re.findall(r"p [=<] [\d.e-]+", verdict)
-            readme.append((what, f"{moved} nats per character, {shown} ({p}); CPU time {time}"))
+            cost = f"; {time} of the CPU time" if ratios else ""
+            readme.append((what, f"{moved} nats per character, {shown} ({p}){cost}"))
     report(chosen.out, {"seeds": chosen.seeds, "ideas": results}, HEADER, rows, readme)
 
 

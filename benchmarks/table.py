@@ -32,6 +32,7 @@ ON_PAGE = {
     "recipe.json": "",
     "recipe_bpe.json": "",
     "recipe_fast.json": "",
+    "ideas.json": "",
     "sampling.json": "`gpt`, one stream",
     "communication.json": "6 layers",
     "canonical.json": "mid, 2 ranks, 2 micro",
