@@ -8,8 +8,7 @@ All runs use only the training split of tinyshakespeare, and its last tenth is t
 text. The validation split of tinyshakespeare decides nothing.
 
 The jobs run two at a time, with one thread each. "Time" is the idea's CPU time for a step, divided
-by the recipe's, on one thread. Runs that are complete
-in --root are not repeated.
+by the recipe's, on one thread. Runs that are complete in --root are not repeated.
 
     MINGPT_SHAKESPEARE=input.txt python benchmarks/ideas.py --root build/ideas
 """

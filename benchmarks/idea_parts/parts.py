@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mingpt_ddp.config.keys.model_config import ModernConfig
-from mingpt_ddp.models.block_parts import BlockSpec
+from mingpt_ddp.models.block_parts import BlockSpec, block_spec
 from mingpt_ddp.models.modern import Modern
 from mingpt_ddp.models.ngrams import NGramEmbedding
 from mingpt_ddp.parts import RotaryAttention, cross_entropy
@@ -31,20 +31,15 @@ class IdeasConfig(ModelConfig):
     ahead: float = 0.0  # weight of the loss of the token after the next one
 
 
-@dataclass(frozen=True)
-class ChangedConfig(PartConfig):
-    gates: bool
-
-
 class ChangedAttention(RotaryAttention):
     """Attention with a gate per head, and with vectors that the model adds to the values.
 
     Source of the gates: Jordan et al. 2024, "modded-nanogpt".
     """
 
-    def __init__(self, config: ChangedConfig, block: BlockSpec) -> None:
-        super().__init__(config, block)
-        self.gate = nn.Linear(GATE_INPUTS, block.n_head, bias=False) if config.gates else None
+    def __init__(self, has_gates: bool, block: BlockSpec) -> None:
+        super().__init__(PartConfig(), block)
+        self.gate = nn.Linear(GATE_INPUTS, block.n_head, bias=False) if has_gates else None
         self.added: Tensor | None = None  # (B, T, C), set by the model before each call
         self.gates: Tensor | None = None  # gates of the current call, (B, H, T, 1)
 
@@ -82,10 +77,7 @@ class Ideas(Modern):
         self.has_cache = self.has_graph_step = False
         C = config.n_embd
         for i, block in enumerate(self.blocks):
-            spec = BlockSpec(
-                C, config.n_head, config.n_layer, i, block_size, 0.0, False, block.activation
-            )
-            block.attention = ChangedAttention(ChangedConfig(gates=config.gates), spec)
+            block.attention = ChangedAttention(config.gates, block_spec(modern, block_size, i))
         if config.value_rows:
             self.values = NGramEmbedding(config.value_rows, C)
             shares = (nn.Parameter(torch.ones(C)) for _ in self.blocks)
