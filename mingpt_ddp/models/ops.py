@@ -52,6 +52,15 @@ def is_on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
+def has_own_backward(x: Tensor) -> bool:
+    """Return True if the operations on x use the backward passes of this file.
+
+    They are for CPUs, and need recorded gradients. torch.export gets torch's own operations,
+    because torch 2.9 cannot export an autograd.Function for inputs of any length.
+    """
+    return is_on_cpu(x) and torch.is_grad_enabled() and not torch.compiler.is_exporting()
+
+
 def compute_dtype(parameter: Tensor) -> torch.dtype:
     """Return the dtype of products with a parameter: its own, unless autocast sets another one."""
     device = parameter.device.type
@@ -136,7 +145,7 @@ def rms_norm(x: Tensor) -> Tensor:
     """
     if not is_on_cpu(x):
         return F.rms_norm(x, (x.shape[-1],)).to(x.dtype)  # CUDA's autocast returns fp32
-    if torch.is_grad_enabled():
+    if has_own_backward(x):
         return _RMSNorm.apply(x)
     return x * _inverse_rms(x)
 
@@ -182,7 +191,7 @@ def norm_and_shift(x: Tensor, share: Tensor) -> Tensor:
         x: Vectors of all positions, (B, T, C).
         share: The fraction of each channel, (C,).
     """
-    if is_on_cpu(x) and torch.is_grad_enabled() and not torch.compiler.is_exporting():
+    if has_own_backward(x):
         return _NormAndShift.apply(x, share)
     y = rms_norm(x)
     # Do not pad y[:, :-1] instead: torch.export would then refuse inputs of two positions.
@@ -220,7 +229,7 @@ def norm_and_rotate(x: Tensor, rotary: Tensor) -> Tensor:
         rotary: Cosine and sine of the angles, (T, 2, 1, 1, D). The sines in the first half of D are
             negated.
     """
-    if is_on_cpu(x) and torch.is_grad_enabled():
+    if has_own_backward(x):
         return _NormAndRotate.apply(x, rotary)
     return _rotate(rms_norm(x), rotary)
 
@@ -268,7 +277,7 @@ def dropout(x: Tensor, probability: float, training: bool) -> Tensor:
 
 def relu_squared(x: Tensor) -> Tensor:
     """Return relu(x)^2. Source: So et al. 2021, "Primer" (arXiv:2109.08668)."""
-    if is_on_cpu(x) and torch.is_grad_enabled():
+    if has_own_backward(x):
         return _ReLUSquared.apply(x)
     y = F.relu(x)
     return y * y  # not y ** 2, which CUDA's autocast would compute in fp32
