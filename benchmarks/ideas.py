@@ -1,16 +1,20 @@
-"""Judge ideas for a better model: each against the recipe without it, seed by seed.
+"""Judge ideas for a better model: each against its base, seed by seed.
 
 The recipe is `experiment=shakespeare_bpe_cpu` without the ideas that it has adopted. An idea is a
 few overrides of it, and some need the code in benchmarks/idea_parts. Each idea is a sweep over the
-seeds, and `report compare` compares it with the recipe.
+seeds, and `report compare` compares it with its base: the recipe, or, for the ideas in LATER, the
+recipe with the ideas that it has adopted.
 
 All runs use only the training split of tinyshakespeare, and its last tenth is their validation
 text. The validation split of tinyshakespeare decides nothing.
 
 The jobs run two at a time, with one thread each. "Time" is the idea's CPU time for a step, divided
-by the recipe's, on one thread. Runs that are complete in --root are not repeated.
+by that of its base, on one thread. Runs that are complete in --root are not repeated.
 
     MINGPT_SHAKESPEARE=input.txt python benchmarks/ideas.py --root build/ideas
+
+By default, the ideas in LATER are left out. The file results/ideas_later.json has them with other
+seeds, because the first ones have decided what was adopted.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from typing import Any
 from common import ROOT, corpus_path, environment, log, nats_per_character, parser, report, timed
 
 RECIPE = "recipe"
+ADOPTED = "EMA and weight decay 0.5"
 CODE = [f"--config-dir={ROOT / 'benchmarks' / 'idea_parts'}", "model=ideas"]
 # The settings of the recipe before it adopted any idea.
 BEFORE = {
@@ -34,20 +39,32 @@ BEFORE = {
     "optimizer.weight_decay": "0",
     "optimizer.weight_decay_schedule": "constant",
 }
-EMA = ["trainer.ema=0.99", "optimizer.min_lr_ratio=0.2"]
 FALLING = "optimizer.weight_decay_schedule=lr"
+DECAY = ["optimizer.weight_decay=0.5", FALLING]
+# Averages of the weights need a learning rate that stays above 0.
+RATE = "optimizer.min_lr_ratio=0.2"
+EMA = ["trainer.ema=0.99", RATE]
+SNAPSHOTS = [*CODE, "model.mean_of=4", RATE]
+GATES = [*CODE, "model.gates=true"]
 IDEAS: dict[str, list[str]] = {
     RECIPE: [],
     "EMA": EMA,
+    "mean of the last 4 snapshots": SNAPSHOTS,
     "weight decay 0.2": ["optimizer.weight_decay=0.2", FALLING],
     "weight decay 1": ["optimizer.weight_decay=1.0", FALLING],
-    "EMA and weight decay 0.5": ["optimizer.weight_decay=0.5", FALLING, *EMA],
-    "gates on the heads": [*CODE, "model.gates=true"],
+    ADOPTED: [*EMA, *DECAY],
+    "gates on the heads": GATES,
     "n-grams in the values": [*CODE, "model.value_rows=32768"],
     "n-grams in the embedding": ["model.ngram_rows=32768"],
     "skips between blocks": [*CODE, "model.skips=true"],
     "two tokens ahead": [*CODE, "model.ahead=0.3"],
     "dropout": ["model.dropout=0.05"],
+}
+# Further ideas, compared with ADOPTED.
+LATER = {
+    "EMA 0.98 and weight decay 0.5": ["trainer.ema=0.98", RATE, *DECAY],
+    "mean of the last 4 snapshots and weight decay 0.5": [*SNAPSHOTS, *DECAY],
+    "EMA, weight decay 0.5 and gates on the heads": [*EMA, *DECAY, *GATES],
 }
 # Share of the text that is the training split of the recipes.
 TRAINING = 0.9
@@ -55,16 +72,22 @@ VERDICT = re.compile(r"^(?:no difference shown|.* is better than ).*$", re.MULTI
 HEADER = ["idea", "nats/character", "change", "time", "verdict"]
 
 
+def base_of(idea: str) -> str:
+    """Return the idea that an idea is compared with."""
+    return ADOPTED if idea in LATER else RECIPE
+
+
 def directory_of(idea: str) -> str:
     return re.sub(r"\W+", "-", idea)
 
 
 def overrides(idea: str, text: Path, root: Path) -> list[str]:
-    changed = {word.partition("=")[0] for word in IDEAS[idea]}
+    chosen = (IDEAS | LATER)[idea]
+    changed = {word.partition("=")[0] for word in chosen}
     return [
         "experiment=shakespeare_bpe_cpu",
         *(f"{key}={value}" for key, value in BEFORE.items() if key not in changed),
-        *IDEAS[idea],
+        *chosen,
         f"data.path='{text}'",
         "data.sha256=null",
         f"data.cache_dir='{root / 'cache'}'",
@@ -91,8 +114,8 @@ def train(idea: str, seeds: list[int], text: Path, root: Path) -> list[float]:
 
 
 def compare(idea: str, root: Path) -> str:
-    """Return the verdict of `report compare` on an idea and the recipe."""
-    runs = [str(root / directory_of(name)) for name in (idea, RECIPE)]
+    """Return the verdict of `report compare` on an idea and its base."""
+    runs = [str(root / directory_of(name)) for name in (idea, base_of(idea))]
     command = [sys.executable, "-m", "mingpt_ddp", "report", *runs, "compare", "accept_code=true"]
     done = subprocess.run(
         command, cwd=ROOT, env=environment(), text=True, capture_output=True, check=True
@@ -105,7 +128,7 @@ def compare(idea: str, root: Path) -> str:
 def step_ratios(
     ideas: list[str], steps: int, repetitions: int, text: Path, root: Path
 ) -> dict[str, float]:
-    """Measure the CPU time of each idea for `steps` steps, as a multiple of the recipe's.
+    """Measure the CPU time of each idea for `steps` steps, as a multiple of that of its base.
 
     The time of a run of one step is subtracted.
     """
@@ -120,13 +143,13 @@ def step_ratios(
                 _, cpu = timed([sys.executable, str(ROOT / "main.py"), *command], root)
                 times.append(cpu)
             seconds[idea].append(times[1] - times[0])
-    recipe = median(seconds[RECIPE])
-    return {idea: median(found) / recipe for idea, found in seconds.items()}
+    medians = {idea: median(found) for idea, found in seconds.items()}
+    return {idea: medians[idea] / medians[base_of(idea)] for idea in ideas}
 
 
 def main() -> None:
     options = parser(__doc__, "ideas")
-    options.add_argument("--ideas", nargs="+", choices=IDEAS, default=list(IDEAS))
+    options.add_argument("--ideas", nargs="+", choices=IDEAS | LATER, default=list(IDEAS))
     options.add_argument(
         "--seeds",
         type=int,
@@ -145,13 +168,16 @@ def main() -> None:
     )
     options.add_argument("--root", type=Path, required=True, help="where to keep the runs")
     chosen = options.parse_args()
+    if len(set(chosen.seeds)) < 2:
+        options.error("--seeds needs at least two seeds, because a comparison needs a spread")
     root = chosen.root.resolve()
     root.mkdir(parents=True, exist_ok=True)
     whole = corpus_path().read_text()
     text = root / "training.txt"
     text.write_text(whole[: int(TRAINING * len(whole))])
 
-    ideas = list(dict.fromkeys([RECIPE, *chosen.ideas]))
+    bases = [base_of(idea) for idea in chosen.ideas]
+    ideas = [idea for idea in IDEAS | LATER if idea in (*chosen.ideas, *bases)]
     losses = {idea: train(idea, chosen.seeds, text, root) for idea in ideas}
     ratios: dict[str, float] = {}
     if chosen.repetitions:
@@ -159,23 +185,24 @@ def main() -> None:
     results: dict[str, Any] = {}
     rows, readme = [], []
     for idea in ideas:
-        verdict = compare(idea, root) if idea != RECIPE else ""
-        change = mean(losses[idea]) - mean(losses[RECIPE])
-        results[idea] = {
-            "losses": losses[idea],
-            "change": change,
-            "time": ratios.get(idea),
-            "verdict": verdict,
-        }
-        loss, moved = f"{mean(losses[idea]):.4f}", f"{change:+.4f}"
-        time = f"{ratios[idea]:.2f}" if ratios else "not measured"
-        rows.append([idea, loss, moved, time, verdict])
-        if idea != RECIPE:
-            what = f"{idea}: change of the loss of `shakespeare_bpe_cpu`, {len(chosen.seeds)} seeds"
-            shown = "no difference shown" if "no difference" in verdict else "a difference"
-            (p,) = re.findall(r"p [=<] [\d.e-]+", verdict)
-            cost = f"; {time} of the CPU time" if ratios else ""
-            readme.append((what, f"{moved} nats per character, {shown} ({p}){cost}"))
+        loss = mean(losses[idea])
+        results[idea] = {"losses": losses[idea]}
+        if idea == RECIPE or idea not in chosen.ideas:  # only a base
+            rows.append([idea, f"{loss:.4f}", "", "", ""])
+            continue
+        change = loss - mean(losses[base_of(idea)])
+        verdict = compare(idea, root)
+        ratio = ratios.get(idea)
+        results[idea] |= {"change": change, "time": ratio, "verdict": verdict}
+        time = "not measured" if ratio is None else f"{ratio:.2f}"
+        rows.append([idea, f"{loss:.4f}", f"{change:+.4f}", time, verdict])
+        against = f" with {ADOPTED}" if idea in LATER else ""
+        recipe = f"`shakespeare_bpe_cpu`{against}"
+        what = f"{idea}: change of the loss of {recipe}, {len(chosen.seeds)} seeds"
+        shown = "no difference shown" if "no difference" in verdict else "a difference"
+        (p,) = re.findall(r"p [=<] [\d.e-]+", verdict)
+        cost = "" if ratio is None else f"; {ratio:.2f} of the CPU time"
+        readme.append((what, f"{change:+.4f} nats per character, {shown} ({p}){cost}"))
     report(chosen.out, {"seeds": chosen.seeds, "ideas": results}, HEADER, rows, readme)
 
 

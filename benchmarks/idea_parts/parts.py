@@ -5,6 +5,7 @@ Shapes: B sequences, T tokens, C = n_embd, H = n_head heads of D = C / H.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from mingpt_ddp.parts import RotaryAttention, cross_entropy
 from mingpt_ddp.registry import ModelConfig, PartConfig, register
 
 GATE_INPUTS = 16  # number of channels that a gate reads
+MEAN_EVERY = 25  # steps between the weights of `mean_of`
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class IdeasConfig(ModelConfig):
     value_rows: int = 0  # rows of an n-gram table, added to the values; 0 for no table
     skips: bool = False  # add the outputs of early blocks to the inputs of late blocks
     ahead: float = 0.0  # weight of the loss of the token after the next one
+    mean_of: int = 0  # evaluate the mean of the weights of so many steps; 0 for the last weights
 
 
 class ChangedAttention(RotaryAttention):
@@ -89,6 +92,25 @@ class Ideas(Modern):
         if config.ahead:
             self.ahead = nn.Linear(C, vocab_size, bias=False)
             nn.init.zeros_(self.ahead.weight)
+        self.steps = 0
+        self.earlier: deque[list[Tensor]] = deque(maxlen=max(config.mean_of - 1, 0))
+        self.last: list[Tensor] | None = None  # the weights, while the mean is in their place
+
+    def _weights(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self.parameters()]
+
+    @torch.no_grad()
+    def train(self, mode: bool = True) -> Ideas:
+        """Put the mean of the weights in their place for an evaluation, and the weights back."""
+        if self.ideas.mean_of and not mode and self.last is None:
+            self.last = self._weights()
+            for parameter, *values in zip(self.parameters(), *self.earlier, self.last, strict=True):
+                parameter.copy_(torch.stack(values).mean(0))
+        elif mode and self.last is not None:
+            for parameter, value in zip(self.parameters(), self.last, strict=True):
+                parameter.copy_(value)
+            self.last = None
+        return super().train(mode)
 
     def _hidden(self, tokens, cache=None, start=0):
         if self.ideas.value_rows:
@@ -120,6 +142,10 @@ class Ideas(Modern):
         return add
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        if self.training and self.ideas.mean_of:  # one call for each step
+            if self.steps and self.steps % MEAN_EVERY == 0:
+                self.earlier.append(self._weights())
+            self.steps += 1
         x = self._hidden(tokens)  # (B, T, C)
         if targets is None:
             return self.head(x)
