@@ -9,7 +9,8 @@ All runs use only the training split of tinyshakespeare, and its last tenth is t
 text. The validation split of tinyshakespeare decides nothing.
 
 The jobs run two at a time, with one thread each. "Time" is the idea's CPU time for a step, divided
-by that of its base, on one thread. Runs that are complete in --root are not repeated.
+by that of its base, on one thread. Times of equal work differ by up to a tenth. Runs that are
+complete in --root are not repeated.
 
     MINGPT_SHAKESPEARE=input.txt python benchmarks/ideas.py --root build/ideas
 
@@ -194,14 +195,14 @@ def main() -> None:
         verdict = compare(idea, root)
         ratio = ratios.get(idea)
         results[idea] |= {"change": change, "time": ratio, "verdict": verdict}
-        time = "not measured" if ratio is None else f"{ratio:.2f}"
+        time = "not measured" if ratio is None else f"{ratio:.1f}"
         rows.append([idea, f"{loss:.4f}", f"{change:+.4f}", time, verdict])
         against = f" with {ADOPTED}" if idea in LATER else ""
         recipe = f"`shakespeare_bpe_cpu`{against}"
         what = f"{idea}: change of the loss of {recipe}, {len(chosen.seeds)} seeds"
         shown = "no difference shown" if "no difference" in verdict else "a difference"
         (p,) = re.findall(r"p [=<] [\d.e-]+", verdict)
-        cost = "" if ratio is None else f"; {ratio:.2f} of the CPU time"
+        cost = "" if ratio is None else f"; {ratio:.1f} of the CPU time"
         readme.append((what, f"{change:+.4f} nats per character, {shown} ({p}){cost}"))
     report(chosen.out, {"seeds": chosen.seeds, "ideas": results}, HEADER, rows, readme)
 

@@ -33,6 +33,7 @@ ON_PAGE = {
     "recipe_bpe.json": "",
     "recipe_fast.json": "",
     "ideas.json": "",
+    "ideas_later.json": "",
     "sampling.json": "`gpt`, one stream",
     "communication.json": "6 layers",
     "canonical.json": "mid, 2 ranks, 2 micro",
