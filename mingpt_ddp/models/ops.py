@@ -53,9 +53,9 @@ def is_on_cpu(x: Tensor) -> bool:
 
 
 def has_own_backward(x: Tensor) -> bool:
-    """Return True if the operations on x use the backward passes of this file.
+    """Return True if operations on x use the backward passes of this file instead of torch's.
 
-    They are for CPUs, and need recorded gradients. torch.export gets torch's own operations,
+    They are faster on CPUs, and matter only while gradients are recorded. An export uses torch's,
     because torch 2.9 cannot export an autograd.Function for inputs of any length.
     """
     return is_on_cpu(x) and torch.is_grad_enabled() and not torch.compiler.is_exporting()
