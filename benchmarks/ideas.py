@@ -43,9 +43,9 @@ BEFORE = {
 FALLING = "optimizer.weight_decay_schedule=lr"
 DECAY = ["optimizer.weight_decay=0.5", FALLING]
 # Averages of the weights need a learning rate that stays above 0.
-RATE = "optimizer.min_lr_ratio=0.2"
-EMA = ["trainer.ema=0.99", RATE]
-SNAPSHOTS = [*CODE, "model.mean_of=4", RATE]
+FINAL_RATE = "optimizer.min_lr_ratio=0.2"
+EMA = ["trainer.ema=0.99", FINAL_RATE]
+SNAPSHOTS = [*CODE, "model.mean_of=4", FINAL_RATE]
 GATES = [*CODE, "model.gates=true"]
 IDEAS: dict[str, list[str]] = {
     RECIPE: [],
@@ -63,7 +63,7 @@ IDEAS: dict[str, list[str]] = {
 }
 # Further ideas, compared with ADOPTED.
 LATER = {
-    "EMA 0.98 and weight decay 0.5": ["trainer.ema=0.98", RATE, *DECAY],
+    "EMA 0.98 and weight decay 0.5": ["trainer.ema=0.98", FINAL_RATE, *DECAY],
     "mean of the last 4 snapshots and weight decay 0.5": [*SNAPSHOTS, *DECAY],
     "EMA, weight decay 0.5 and gates on the heads": [*EMA, *DECAY, *GATES],
 }
@@ -195,14 +195,14 @@ def main() -> None:
         verdict = compare(idea, root)
         ratio = ratios.get(idea)
         results[idea] |= {"change": change, "time": ratio, "verdict": verdict}
-        time = "not measured" if ratio is None else f"{ratio:.1f}"
-        rows.append([idea, f"{loss:.4f}", f"{change:+.4f}", time, verdict])
+        time = "" if ratio is None else f"{ratio:.1f}"
+        rows.append([idea, f"{loss:.4f}", f"{change:+.4f}", time or "not measured", verdict])
         against = f" with {ADOPTED}" if idea in LATER else ""
         recipe = f"`shakespeare_bpe_cpu`{against}"
         what = f"{idea}: change of the loss of {recipe}, {len(chosen.seeds)} seeds"
         shown = "no difference shown" if "no difference" in verdict else "a difference"
         (p,) = re.findall(r"p [=<] [\d.e-]+", verdict)
-        cost = "" if ratio is None else f"; {ratio:.1f} of the CPU time"
+        cost = f"; {time} of the CPU time" if time else ""
         readme.append((what, f"{change:+.4f} nats per character, {shown} ({p}){cost}"))
     report(chosen.out, {"seeds": chosen.seeds, "ideas": results}, HEADER, rows, readme)
 

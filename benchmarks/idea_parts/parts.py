@@ -92,6 +92,7 @@ class Ideas(Modern):
         if config.ahead:
             self.ahead = nn.Linear(C, vocab_size, bias=False)
             nn.init.zeros_(self.ahead.weight)
+        # Not in snapshots: a run with `mean_of` that resumes has lost the earlier weights.
         self.steps = 0
         self.earlier: deque[list[Tensor]] = deque(maxlen=max(config.mean_of - 1, 0))
         self.last: list[Tensor] | None = None  # the weights, while the mean is in their place

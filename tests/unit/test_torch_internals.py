@@ -58,7 +58,7 @@ def test_the_compiler_has_the_private_names_that_we_use():
     from torch._dynamo import config, exc
     from torch._inductor import config as inductor
 
-    if torch.__version__ >= "2.10":  # the oldest version that has it
+    if torch.__version__ >= "2.10":  # torch 2.9 has no such setting
         assert inductor.deterministic is False
     assert config.optimize_ddp is True
     assert internals.compile_error() is exc.TorchDynamoException
