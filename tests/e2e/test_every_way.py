@@ -71,7 +71,10 @@ import nbclient, nbformat, sys
 
 code = f"import mingpt_ddp\\nmingpt_ddp.train({{sys.argv[1:]}}, nproc=2)"
 book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
-nbclient.NotebookClient(book, timeout={PATIENCE_S}).execute()
+# What the kernel logs of itself goes to a file. ipykernel can fail at the end of a kernel: one
+# thread closes the sockets to which another still writes.
+with open("kernel.log", "a") as log:
+    nbclient.NotebookClient(book, timeout={PATIENCE_S}).execute(stderr=log)
 print(*(output.get("text", "") for output in book.cells[0].outputs))
 """,
     "site/hold.py": HOLD,
