@@ -144,9 +144,7 @@ def register(
         )
     inherited = field_types(BASES[group])
     for field, hint in field_types(config).items():
-        if field in inherited:
-            continue
-        if not is_supported(hint) and hint != field_types(BASES[group]).get(field):
+        if field not in inherited and not is_supported(hint):
             raise TypeError(
                 f"{label}.{field} has a type that YAML cannot represent; use numbers, text, "
                 "lists or null"
