@@ -76,7 +76,7 @@ def expected_gradients(step: int) -> tuple[Tensor, float]:
         losses.append(model(*micro.batch))
     mean = torch.stack(losses).mean()
     mean.backward()
-    return model.scores.weight.grad, float(mean)
+    return model.scores.weight.grad, mean.item()
 
 
 def test_a_step_averages_its_micro_batches():
