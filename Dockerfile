@@ -1,4 +1,4 @@
-# An image of the checkout, with the libraries that its tests use.
+# An image of the checkout, with the versions of the libraries that its tests use.
 #
 #     docker build -t mingpt_ddp .
 #     docker build -t mingpt_ddp --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu .   # without CUDA

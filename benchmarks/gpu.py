@@ -189,7 +189,11 @@ def run_part(
     readme = [
         (
             f"{title}: {row[0]}",
-            ", ".join(f"{c} {h}" for h, c in zip(header[1:], row[1:], strict=True)),
+            ", ".join(
+                f"{figure} {unit}"
+                for unit, figure in zip(header[1:], row[1:], strict=True)
+                if figure != "-"
+            ),
         )
         for row in rows
     ]

@@ -66,6 +66,10 @@ LATER = {
     "EMA 0.98 and weight decay 0.5": ["trainer.ema=0.98", FINAL_RATE, *DECAY],
     "mean of the last 4 snapshots and weight decay 0.5": [*SNAPSHOTS, *DECAY],
     "EMA, weight decay 0.5 and gates on the heads": [*EMA, *DECAY, *GATES],
+    "EMA, weight decay 0.5 and rate 0.018": [*EMA, *DECAY, "optimizer.lr=0.018"],
+    "EMA, weight decay 0.5 and rate 0.036": [*EMA, *DECAY, "optimizer.lr=0.036"],
+    "EMA and weight decay 0.8": [*EMA, "optimizer.weight_decay=0.8", FALLING],
+    "EMA, weight decay 0.5 and 512 tokens": [*EMA, *DECAY, "data.vocab_size=512"],
 }
 # Share of the text that is the training split of the recipes.
 TRAINING = 0.9
@@ -197,8 +201,9 @@ def main() -> None:
         results[idea] |= {"change": change, "time": ratio, "verdict": verdict}
         time = "" if ratio is None else f"{ratio:.1f}"
         rows.append([idea, f"{loss:.4f}", f"{change:+.4f}", time or "not measured", verdict])
-        against = f" with {ADOPTED}" if idea in LATER else ""
-        recipe = f"`shakespeare_bpe_cpu`{against}"
+        recipe = "`shakespeare_bpe_cpu`"
+        if idea not in LATER:
+            recipe += f" without {ADOPTED}"
         what = f"{idea}: change of the loss of {recipe}, {len(chosen.seeds)} seeds"
         shown = "no difference shown" if "no difference" in verdict else "a difference"
         (p,) = re.findall(r"p [=<] [\d.e-]+", verdict)

@@ -18,7 +18,7 @@ PUBLIC = {
     "mingpt_ddp.data": "rng",
     "mingpt_ddp.data.rng": "derive_seed feistel_permute",
     "mingpt_ddp.data.samples": "Datasets",
-    "mingpt_ddp.distributed": "get_rank get_world_size",
+    "mingpt_ddp.distributed": "get_local_rank get_rank get_world_size",
     "mingpt_ddp.errors": "UserError",
     "mingpt_ddp.loop": (
         "Config Evaluator RunLog Runtime TrainState TrainStep build_task build_trainable "
