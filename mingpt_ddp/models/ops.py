@@ -153,8 +153,8 @@ def rms_norm(x: Tensor) -> Tensor:
 def _inverse_rms(x: Tensor) -> Tensor:
     """Return 1 / (root mean square) of each vector of x (..., D), as (..., 1)."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    inverse = norm.clamp_min_(1e-6).reciprocal_()
-    return inverse.mul_(math.sqrt(x.shape[-1])).to(x.dtype)
+    inverse = norm.clamp_min(1e-6).reciprocal()
+    return (inverse * math.sqrt(x.shape[-1])).to(x.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -115,7 +115,7 @@ def test_more_tokens_than_the_context_length_are_refused(model):
 
 @pytest.mark.parametrize("model", [NGRAMS], indirect=True, ids=["ngrams"])
 def test_a_graph_of_torch_export_takes_any_length(model):
-    """It also takes any number of sequences. It records no gradients, although they are enabled.
+    """It also takes any number of sequences, and has the gradients of the model.
 
     The test with ONNX Runtime below covers gpt.
     """
@@ -125,15 +125,20 @@ def test_a_graph_of_torch_export_takes_any_length(model):
     for batch, length in ((1, 1), (2, 2), (3, 3), (2, T)):
         tokens = random_tokens(batch, length)
         torch.testing.assert_close(program.module()(tokens), model(tokens), atol=1e-6, rtol=0)
+    exported = program.module()
+    exported(tokens).square().mean().backward()
+    model(tokens).square().mean().backward()
+    expected = dict(model.named_parameters())
+    for name, parameter in exported.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, msg=name)
 
 
 @pytest.mark.parametrize(
     "model",
     [
         *(pytest.param(of, marks=pytest.mark.integration) for of in (config(), NGRAMS)),
-        pytest.param(
-            MODERN, marks=pytest.mark.slow
-        ),  # the model with n-grams has the same parts and more
+        # The model with n-grams has the same parts and more.
+        pytest.param(MODERN, marks=pytest.mark.slow),
     ],
     indirect=True,
     ids=["gpt", "ngrams", "modern"],
