@@ -144,7 +144,7 @@ def register(
         )
     inherited = field_types(BASES[group])
     for field, hint in field_types(config).items():
-        if field not in inherited and not is_supported(hint):
+        if hint != inherited.get(field) and not is_supported(hint):
             raise TypeError(
                 f"{label}.{field} has a type that YAML cannot represent; use numbers, text, "
                 "lists or null"

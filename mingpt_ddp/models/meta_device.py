@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-# The functions that fill a tensor and return it. Other functions of nn.init call these.
+# The functions that fill a tensor with random numbers, and return it. Others of nn.init call these.
 FILLS = {
     Tensor.normal_,
     Tensor.uniform_,
-    nn.init.constant_,
     nn.init.kaiming_uniform_,
     nn.init.normal_,
     nn.init.uniform_,
