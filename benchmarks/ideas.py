@@ -86,7 +86,7 @@ def directory_of(idea: str) -> str:
     return re.sub(r"\W+", "-", idea)
 
 
-def overrides(idea: str, text: Path, root: Path) -> list[str]:
+def overrides(idea: str, text: Path) -> list[str]:
     chosen = (IDEAS | LATER)[idea]
     changed = {word.partition("=")[0] for word in chosen}
     return [
@@ -95,33 +95,33 @@ def overrides(idea: str, text: Path, root: Path) -> list[str]:
         *chosen,
         f"data.path='{text}'",
         "data.sha256=null",
-        f"data.cache_dir='{root / 'cache'}'",
+        f"data.cache_dir='{text.parent / 'cache'}'",
         "trainer.device=cpu",
     ]
 
 
-def train(idea: str, seeds: list[int], text: Path, root: Path) -> list[float]:
-    """Train an idea with all seeds. Return the losses in nats per character, by seed."""
+def train(idea: str, seeds: list[int], text: Path, runs: Path) -> list[float]:
+    """Train an idea with all seeds, below `runs`. Return the losses in nats per character."""
     log(f"{idea}: seeds {seeds}")
     name = directory_of(idea)
     command = [
-        *[sys.executable, str(ROOT / "main.py"), "-m", *overrides(idea, text, root)],
-        *[f"run.root='{root}'", f"run.name={name}", f"run.seed={','.join(map(str, seeds))}"],
+        *[sys.executable, str(ROOT / "main.py"), "-m", *overrides(idea, text)],
+        *[f"run.root='{runs}'", f"run.name={name}", f"run.seed={','.join(map(str, seeds))}"],
         "sweep.parallel=2",
     ]
-    subprocess.run(command, cwd=root, env=environment(), stdout=subprocess.DEVNULL, check=True)
+    subprocess.run(command, cwd=runs, env=environment(), stdout=subprocess.DEVNULL, check=True)
     losses: dict[int, float] = {}
-    for path in (root / name).glob("*/result.json"):
+    for path in (runs / name).glob("*/result.json"):
         result = json.loads(path.read_text())
         (seed,) = re.findall(r"run\.seed=(\d+)", path.parent.name)
         losses[int(seed)] = nats_per_character(result)
     return [losses[seed] for seed in seeds]
 
 
-def compare(idea: str, root: Path) -> str:
+def compare(idea: str, runs: Path) -> str:
     """Return the verdict of `report compare` on an idea and its base."""
-    runs = [str(root / directory_of(name)) for name in (idea, base_of(idea))]
-    command = [sys.executable, "-m", "mingpt_ddp", "report", *runs, "compare", "accept_code=true"]
+    both = [str(runs / directory_of(name)) for name in (idea, base_of(idea))]
+    command = [sys.executable, "-m", "mingpt_ddp", "report", *both, "compare", "accept_code=true"]
     done = subprocess.run(
         command, cwd=ROOT, env=environment(), text=True, capture_output=True, check=True
     )
@@ -144,12 +144,14 @@ def step_ratios(
             for n in (1, 1 + steps):
                 where = [f"run.root='{root}'", "run.name=time", "run.resume=never"]
                 short = [f"trainer.max_steps={n}", "snapshot.every_steps=null"]
-                command = [*overrides(idea, text, root), "data.truncate=0.1", *where, *short]
+                command = [*overrides(idea, text), "data.truncate=0.1", *where, *short]
                 _, cpu = timed([sys.executable, str(ROOT / "main.py"), *command], root)
                 times.append(cpu)
             seconds[idea].append(times[1] - times[0])
     medians = {idea: median(found) for idea, found in seconds.items()}
-    return {idea: medians[idea] / medians[base_of(idea)] for idea in ideas}
+    return {
+        idea: medians[idea] / medians[base_of(idea)] for idea in ideas if base_of(idea) in medians
+    }
 
 
 def main() -> None:
@@ -176,14 +178,16 @@ def main() -> None:
     if len(set(chosen.seeds)) < 2:
         options.error("--seeds needs at least two seeds, because a comparison needs a spread")
     root = chosen.root.resolve()
-    root.mkdir(parents=True, exist_ok=True)
+    # Runs with other seeds are in another directory, because a verdict is about a whole directory.
+    runs = root / f"seeds-{'-'.join(map(str, chosen.seeds))}"
+    runs.mkdir(parents=True, exist_ok=True)
     whole = corpus_path().read_text()
     text = root / "training.txt"
     text.write_text(whole[: int(TRAINING * len(whole))])
 
     bases = [base_of(idea) for idea in chosen.ideas]
     ideas = [idea for idea in IDEAS | LATER if idea in (*chosen.ideas, *bases)]
-    losses = {idea: train(idea, chosen.seeds, text, root) for idea in ideas}
+    losses = {idea: train(idea, chosen.seeds, text, runs) for idea in ideas}
     ratios: dict[str, float] = {}
     if chosen.repetitions:
         ratios = step_ratios(ideas, chosen.timed_steps, chosen.repetitions, text, root)
@@ -196,7 +200,7 @@ def main() -> None:
             rows.append([idea, f"{loss:.4f}", "", "", ""])
             continue
         change = loss - mean(losses[base_of(idea)])
-        verdict = compare(idea, root)
+        verdict = compare(idea, runs)
         ratio = ratios.get(idea)
         results[idea] |= {"change": change, "time": ratio, "verdict": verdict}
         time = "" if ratio is None else f"{ratio:.1f}"
