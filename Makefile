@@ -9,7 +9,7 @@ PARALLEL = -n $(LANES) --dist loadfile --no-loadscope-reorder
 # Words in ARGS that select tests. If there are any, exactly these tests run, including those that the target leaves out.
 NAMED = $(filter tests% -k% -m% --lf --last-failed,$(ARGS))
 # The test files with integrations, the slowest ones first.
-INTEGRATIONS = $(patsubst %,tests/e2e/test_%.py,slurm ray transformers trackers transformers_versions) $(shell grep -rl --include='test_*.py' mark.integration tests)
+INTEGRATIONS = $(patsubst %,tests/e2e/test_%.py,until_decided slurm ray transformers trackers transformers_versions) $(shell grep -rl --include='test_*.py' mark.integration tests)
 LOWEST := .venv-lowest
 NEWEST := .venv-newest
 BUILD := .venv-build

@@ -12,8 +12,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from launching import PATIENCE_S
+
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
-ANSWER_S = 60.0  # seconds, on a loaded machine
 FLAGS = [
     "--headless",
     "--no-sandbox",
@@ -88,7 +89,7 @@ class Browser:
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
-            assert select.select([self._from], [], [], ANSWER_S)[0], "the browser does not answer"
+            assert select.select([self._from], [], [], PATIENCE_S)[0], "the browser does not answer"
             chunk = os.read(self._from, 1 << 16)
             assert chunk, "the browser has exited"
             self._rest += chunk

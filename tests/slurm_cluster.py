@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from launching import PATIENCE_S, environment, is_running, wait_for
+from ports import free_ports
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")  # Debian: apt-get install slurm-wlm munge
 NODES = ("n1", "n2")
@@ -112,20 +113,15 @@ class Slurm:
         fields = self.call("scontrol", "--oneliner", "show", "job", number).split()
         return dict(field.split("=", 1) for field in fields if "=" in field)
 
-    def wait(self, number: str, *states: str, timeout: float = 90) -> None:
+    def wait(self, number: str, *states: str) -> None:
         wait_for(
             lambda: self.job(number)["JobState"] in states,
-            timeout,
-            f"job {number} is {' or '.join(states)}",
+            what=f"job {number} is {' or '.join(states)}",
         )
 
     def _start(self) -> None:
         self.home.chmod(0o755)
-        with contextlib.ExitStack() as held:
-            sockets = [held.enter_context(socket.socket()) for _ in range(3)]
-            for one in sockets:
-                one.bind(("127.0.0.1", 0))
-            ports = [one.getsockname()[1] for one in sockets]
+        ports = free_ports(3)
         host = socket.gethostname().split(".")[0]
         (self.home / "slurm.conf").write_text(CONF.format(home=self.home, host=host, ports=ports))
         (self.home / "state").mkdir()
@@ -172,7 +168,7 @@ class Slurm:
         for server in reversed(left):
             server.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                server.wait()
+                server.wait(PATIENCE_S)
         for server in left:
             server.kill()
             server.wait()

@@ -97,7 +97,10 @@ def test_the_page_as_a_notebook(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     book = nbformat.read(NOTEBOOK, as_version=4)
     nbclient.NotebookClient(
-        book, timeout=PATIENCE_S, resources={"metadata": {"path": str(tmp_path)}}
+        book,
+        timeout=PATIENCE_S,
+        startup_timeout=PATIENCE_S,
+        resources={"metadata": {"path": str(tmp_path)}},
     ).execute()
     printed = "".join(
         output.get("text", "") for cell in book.cells for output in cell.get("outputs", [])

@@ -74,7 +74,8 @@ book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
 # What the kernel logs of itself goes to a file. ipykernel can fail at the end of a kernel: one
 # thread closes the sockets to which another still writes.
 with open("kernel.log", "a") as log:
-    nbclient.NotebookClient(book, timeout={PATIENCE_S}).execute(stderr=log)
+    client = nbclient.NotebookClient(book, timeout={PATIENCE_S}, startup_timeout={PATIENCE_S})
+    client.execute(stderr=log)
 print(*(output.get("text", "") for output in book.cells[0].outputs))
 """,
     "site/hold.py": HOLD,

@@ -13,7 +13,16 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from launching import ROOT, TINY, Job, is_running, last_step, python_main, wait_for
+from launching import (
+    PATIENCE_S,
+    ROOT,
+    TINY,
+    Job,
+    is_running,
+    last_step,
+    python_main,
+    wait_for,
+)
 from netns_hosts import HostsUnavailable, TwoHosts
 from runs import succeed
 
@@ -142,7 +151,7 @@ def uninterrupted(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # the test has four rendezvous
+@pytest.mark.timeout(3 * PATIENCE_S)  # the test has four rendezvous
 def test_worker_then_link_then_rendezvous_fail(hosts, tmp_path, uninterrupted):
     cluster = Cluster(hosts, tmp_path)
     cluster.reach(15)
@@ -164,7 +173,6 @@ def test_worker_then_link_then_rendezvous_fail(hosts, tmp_path, uninterrupted):
     assert weights(cluster.run) == uninterrupted
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.slow
 def test_host_then_agent_killed_and_started_again(hosts, tmp_path, uninterrupted):
     cluster = Cluster(hosts, tmp_path, **REPLACEABLE)

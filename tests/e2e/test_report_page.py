@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 from browser import Browser
 from fake_runs import fake_run
+from launching import wait_for
 
 from mingpt_ddp.study.results.report import report, write_page
 from mingpt_ddp.study.results.results import read_results
@@ -268,8 +268,7 @@ def test_a_page_of_jobs_that_run_reloads_and_keeps_what_the_reader_has_chosen(br
     write_page(read_results([tmp_path]), page, reload_s=0.05)
     browser.evaluate("setTimeout(reload)")
     write_page(read_results([tmp_path]), page)
-    while not is_last_page(browser):
-        time.sleep(0.05)
+    wait_for(lambda: is_last_page(browser), what="the last page")
     assert browser.errors() == []
     assert counted(browser, "tbody tr") == 5, "a new page"
     assert counted(browser, "tr.chosen") == 1

@@ -20,11 +20,10 @@ from pathlib import Path
 
 import pytest
 from browser import Browser
+from launching import PATIENCE_S, ROOT, wait_for
 
 pytestmark = pytest.mark.integration
-ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = shutil.ignore_patterns(".*", "outputs", "build", "__pycache__", "*.egg-info")
-BUILD_S = 600  # seconds, on a loaded machine
 # Attributes whose URL a browser loads by itself. <link rel=canonical> is only a name.
 LOADED = {
     "audio": "src", "embed": "src", "iframe": "src", "image": "href", "img": "src", "input": "src",
@@ -36,8 +35,6 @@ WIDTHS = {"wide": 1280, "narrow": 390}
 COPY_BUTTONS = "document.querySelectorAll('pre button[data-md-type=copy]').length"
 RESULTS = """[...document.querySelectorAll("*")].filter(e => e.shadowRoot).flatMap(
   e => [...e.shadowRoot.querySelectorAll("[role=option]")].map(a => new URL(a.href).pathname))"""
-POLLS = 600
-POLL_MS = 100
 
 
 def copied(directory: Path) -> Path:
@@ -56,7 +53,7 @@ def build(checkout: Path) -> subprocess.CompletedProcess[str]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=BUILD_S,
+            timeout=PATIENCE_S,
         )
         if done.returncode:
             break
@@ -103,13 +100,10 @@ def set_screen(browser: Browser, width: int, scheme: str = "light") -> None:
     browser.call("Emulation.setEmulatedMedia", features=[feature])
 
 
-def wait_for(browser: Browser, expression: str):
-    """Evaluate an expression until its value is not empty. Return the value."""
-    for _ in range(POLLS):
-        if value := browser.evaluate(expression):
-            return value
-        browser.evaluate(f"new Promise(done => setTimeout(done, {POLL_MS}))")
-    raise AssertionError(f"this stays empty: {expression}")
+def value_of(browser: Browser, expression: str):
+    """Wait until the value of an expression is not empty, and return it."""
+    wait_for(lambda: browser.evaluate(expression), what=expression)
+    return browser.evaluate(expression)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +159,7 @@ def test_every_page_is_drawn(
     set_screen(browser, WIDTHS[width], scheme)
     for page in pages(site):
         browser.open(f"{address}{page}/")
-        wait_for(browser, "document.querySelector('article h1, article h2')?.textContent")
+        value_of(browser, "document.querySelector('article h1, article h2')?.textContent")
         assert browser.errors() == [], page
         requested = [url for url in browser.requested() if not url.startswith("data:")]
         assert [url for url in requested if not url.startswith(address)] == [], page
@@ -182,11 +176,11 @@ def test_the_search_finds_a_key(width: str, address: str, browser: Browser) -> N
     set_screen(browser, WIDTHS[width])
     browser.open(address)
     opener = ".md-search__button" if width == "wide" else "label[for=__search]"
-    wait_for(browser, f"document.querySelector({opener!r}) !== null")
+    value_of(browser, f"document.querySelector({opener!r}) !== null")
     browser.evaluate(f"document.querySelector({opener!r}).click()")
-    wait_for(browser, "document.activeElement.shadowRoot?.activeElement?.matches('input')")
+    value_of(browser, "document.activeElement.shadowRoot?.activeElement?.matches('input')")
     browser.call("Input.insertText", text="trainer.batch_size")
-    assert wait_for(browser, RESULTS)[0] == "/configuration/"
+    assert value_of(browser, RESULTS)[0] == "/configuration/"
     assert browser.errors() == []
 
 
@@ -194,4 +188,4 @@ def test_code_has_a_copy_button(address: str, browser: Browser) -> None:
     set_screen(browser, WIDTHS["wide"])
     browser.open(address)
     blocks = browser.evaluate("document.querySelectorAll('article pre > code').length")
-    assert blocks > 0 and wait_for(browser, COPY_BUTTONS) == blocks
+    assert blocks > 0 and value_of(browser, COPY_BUTTONS) == blocks

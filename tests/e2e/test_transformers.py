@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from launching import TINY, environment, python_main
+from launching import PATIENCE_S, TINY, environment, python_main
 from runs import succeed, tool
 
 from mingpt_ddp.data.tokenizers.tokenizer import tokenizer_from_state
@@ -18,7 +18,8 @@ from mingpt_ddp.inference.generate import SamplingParams, generate
 from mingpt_ddp.snapshots.read.initial_weights import read_initial_weights
 from mingpt_ddp.snapshots.read.load_model import load_model
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]  # the first test trains all models
+# The first test trains all models.
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(3 * PATIENCE_S)]
 
 # The text has line ends, spaces of every width, a combining accent, astral characters, and
 # characters that tokenizers treat as special.

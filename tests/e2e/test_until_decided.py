@@ -8,7 +8,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from launching import ROOT, TINY, UnforkedJob, call, python_main, torchrun, wait_for
+from launching import (
+    PATIENCE_S,
+    ROOT,
+    TINY,
+    UnforkedJob,
+    call,
+    python_main,
+    torchrun,
+    wait_for,
+)
 from runs import fail, read_result, succeed, tool
 
 SEEDS = range(1, 11)
@@ -181,9 +190,11 @@ def test_versions_stop_when_one_is_worse_or_has_the_same_bits(tmp_path):
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(3 * PATIENCE_S)  # up to ten rounds, each with new processes
 def test_an_external_launcher_gets_one_seed_of_all_settings_at_a_time(tmp_path):
     launcher = ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=10"]
-    succeed([*python_main(), "-m", *SWEEP, *launcher], tmp_path)
+    done = call([*python_main(), "-m", *SWEEP, *launcher], tmp_path, timeout=2 * PATIENCE_S)
+    assert done.returncode == 0, done.stdout
     sweep = tmp_path / "outputs" / "lr"
     n = len(decided(sweep)["optimizer.lr=1e-07"])
     assert 5 <= n < len(SEEDS)
