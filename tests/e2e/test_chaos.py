@@ -11,7 +11,6 @@ pytestmark = pytest.mark.slow
 FAULTS = 16  # `benchmarks/chaos.py` can inject many more
 
 
-@pytest.mark.timeout(600)
 def test_chaos(seaweed, tmp_path, monkeypatch):
     """There are two sessions. The second continues from the count of the first."""
     bucket = seaweed.make_bucket("chaos")

@@ -77,9 +77,10 @@ def test_every_operation_is_checked_and_reported(tmp_path):
     numbers = json.loads((tmp_path / "numbers.json").read_text())
     assert (numbers["ranks"], numbers["backend"]) == (3, "gloo")
     assert [(row["operation"], row["bytes"]) for row in numbers["results"]] == sizes
+    # The factors are those of nccl-tests.
     factors = {"all_reduce": 4 / 3, "ring": 4 / 3} | dict.fromkeys(
         ("gather", "all_gather", "scatter", "reduce_scatter", "all_to_all"), 2 / 3
-    )  # factors from nccl-tests
+    )
     for row in numbers["results"]:
         assert row["algbw"] == pytest.approx(row["bytes"] / row["latency_s"])
         assert row["busbw"] == pytest.approx(row["algbw"] * factors.get(row["operation"], 1))

@@ -76,7 +76,6 @@ CASES = {
 }
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("case", CASES)
 def test_random_faults(case, seed):

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from launching import ROOT, TINY, call, copy_source, write_application
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.integration
 
 # setuptools sets sys.argv.
 BUILD = """

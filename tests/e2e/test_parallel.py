@@ -194,7 +194,6 @@ def test_a_search_with_a_pruner_killed_five_times(tmp_path):
         assert alone[f"{number}"] == searched[trial["job"]], trial
 
 
-@pytest.mark.timeout(600)
 def test_a_killed_grid_equals_the_undisturbed_one(tmp_path):
     command = sweep(*GRID, "optimizer.lr=1e-3,2e-3,3e-3,4e-3,5e-3", "run.seed=1,2", TWO)
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"

@@ -140,7 +140,6 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_command(name, tmp_path, digits_run):
     if name in ON_GPU and not torch.cuda.is_available():

@@ -52,7 +52,6 @@ def undisturbed(tmp_path_factory):
 
 
 @needs_optuna
-@pytest.mark.timeout(600)
 def test_a_search_killed_at_a_random_moment_equals_the_undisturbed_one(undisturbed, tmp_path):
     directory = tmp_path / DIRECTORY
     seed = random.randrange(10**6)

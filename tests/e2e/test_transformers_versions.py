@@ -21,8 +21,6 @@ from snapshot_helpers import bpe_with_special, random_snapshot
 from mingpt_ddp.data.tokenizers.tokenizer import CharTokenizer
 from mingpt_ddp.snapshots.exports.transformers_export import transformers_files
 
-pytestmark = pytest.mark.timeout(600)
-
 END = "<|endoftext|>"
 MODELS = {
     "gpt": ["model=gpt_nano"],

@@ -112,7 +112,6 @@ def execute(page: str, cwd: Path, n_commands: int | None = None) -> None:
             assert which_are_equal(done.stdout) == hashes, printed
 
 
-@pytest.mark.core
 def test_the_first_block_of_a_tutorial(tmp_path):
     """The dry run refuses an attention that sees the future."""
     execute("your-attention", tmp_path, n_commands=1)

@@ -19,8 +19,6 @@ from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.config.job import run_name
 from mingpt_ddp.errors import ConfigError
 
-pytestmark = pytest.mark.core
-
 AT_THE_TOP = """
 hydra:
   searchpath: [pkg://mingpt_ddp.conf]

@@ -37,7 +37,7 @@ class Print(Callback):
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param([MAIN, *TOY, "-m", "run.seed=1,2"], id="sweep", marks=pytest.mark.core),
+        pytest.param([MAIN, *TOY, "-m", "run.seed=1,2"], id="sweep"),
         pytest.param([MAIN, *SEARCH], id="search by local ranks, with a callback"),
         pytest.param(["-m", "mingpt_ddp", "plan", *TOY], id="plan"),
     ],

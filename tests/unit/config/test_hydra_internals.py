@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import sys
 
-import pytest
 from launching import ROOT, call
-
-pytestmark = pytest.mark.core
 
 # Checks the help text of each argument as Python 3.14 does, on every Python version.
 CHECK = """
