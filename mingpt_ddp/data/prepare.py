@@ -255,9 +255,9 @@ class Texts:
             )
 
     def encoded(self) -> EncodedText:
-        """Return the encoded texts. If the cache lacks them, one process encodes them while
-        other processes wait.
+        """Return the encoded texts.
 
+        If the cache lacks them, one process encodes them while other processes wait.
 
         Raises:
             DataError: The texts cannot be prepared. `prepare_all` lists the reasons.

@@ -15,14 +15,13 @@ require      same_bits, or not_worse: no version is worse than the first one by 
              requirement, the exit code is 1 and the last line gives the reason
 
 Jobs run one after another in the order A B B A A B, so that a machine that becomes slower does not favour a version. If the
-command is killed, run it again: it continues, and trains no job twice. If the code of a
-version, which includes your uncommitted changes to ., or the configuration has changed since then, a new comparison begins.
+command is killed, run it again: it continues, and trains no job twice. If the code of a version, which includes your uncommitted
+changes to ., or the configuration has changed since then, a new comparison begins.
 
 The verdict has three parts. The first is the difference of the losses, with its 95% interval and p-value. It is paired by seed if
 there are at least three seeds, and corrected for several versions (Holm). The second is the difference of the speeds, by the
 median time of a step and the time from the first step to the end. The third is whether the last weights and optimizer states have
-the same bits. The verdict is also added to outputs/experiments.jsonl. The runs are in
-outputs/versions-HASH/NUMBER-VERSION,run.seed=N.
+the same bits. The verdict is also added to outputs/experiments.jsonl. The runs are in outputs/versions-HASH/NUMBER-VERSION,run.seed=N.
 """  # noqa: E501
 
 import contextlib

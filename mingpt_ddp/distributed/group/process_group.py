@@ -2,6 +2,7 @@
 
 An attempt is one start of all ranks of a run. If a rank fails, all ranks start again, in a new
 attempt.
+
 With a single process, every collective returns its input, so callers need not check the number of
 ranks.
 """

@@ -20,9 +20,8 @@ from mingpt_ddp.process.interrupts import SIGNALS, handle
 from mingpt_ddp.process.linux import STOPPED, read_state, set_process_name
 from mingpt_ddp.process.parent_watch import die_with_parent
 
-TRAIN_MODULE = (
-    "mingpt_ddp.cli.train_job"  # imported only when it runs, because it is in a higher layer
-)
+# It is imported only when it runs, because it is in a higher layer.
+TRAIN_MODULE = "mingpt_ddp.cli.train_job"
 INTERRUPT_S = 2.0  # seconds for workers to exit by themselves after a second Ctrl-C
 
 

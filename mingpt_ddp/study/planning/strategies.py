@@ -168,9 +168,8 @@ class Footprint:
         """List the moments of a step at which the memory may be fullest."""
         sizes, activations = self.sizes, self.sizes.activations
         has_peers = self.devices.ranks > 1
-        has_buckets = (
-            has_peers and self.strategy_type.weights == "whole"
-        )  # gradients stay allocated
+        # The gradients stay allocated in DDP's buckets.
+        has_buckets = has_peers and self.strategy_type.weights == "whole"
         gathers = self.strategy_type.weights == "rows"
         gradients = FP32 * sizes.trained * self.share
         # While passes run, a rank holds DDP's buckets, and the sums of gradients of earlier passes.

@@ -69,10 +69,8 @@ def test_a_mapping_is_taken_literally(tmp_path):
         (["trainer.max_steps=99"], True),
         (["trainer.log_every=7"], True),
         (["optimizer.lr=1e-3"], True),  # the recorded value
-        (
-            ["optimizer.weight_decay=0.1"],
-            True,
-        ),  # the default, which an earlier version did not record
+        # The default, which an earlier version did not record.
+        (["optimizer.weight_decay=0.1"], True),
         (["optimizer.weight_decay=0.2"], False),
         (["optimizer.lr=2e-3"], False),
         (["run.seed=4"], False),

@@ -103,11 +103,8 @@ MAIN = "from mingpt_ddp.cli.main import main"
         (f"{ROOT}/main.py", f"python {ROOT}/main.py", "python -m mingpt_ddp report"),
         (f"{ROOT}/sample.py", "python -m mingpt_ddp", "python -m mingpt_ddp report"),
         (f"{PACKAGE}/__main__.py", "python -m mingpt_ddp", "python -m mingpt_ddp report"),
-        (
-            "main.py",
-            "python -m mingpt_ddp",
-            "python -m mingpt_ddp report",
-        ),  # a main.py of another project
+        # A main.py of another project.
+        ("main.py", "python -m mingpt_ddp", "python -m mingpt_ddp report"),
     ],
 )
 def test_messages_name_commands_as_the_user_calls_them(

@@ -247,11 +247,8 @@ def test_a_second_process_of_the_same_comparison_is_refused(compare):
         ({"../lib/shared.py": "a library\n"}, {}, None),
         ({"../lib/shared.py": "edited since\n"}, {}, "changed: ../lib/shared.py"),
         ({"../lib/gone.py": "deleted since\n"}, {}, "changed: ../lib/gone.py"),
-        (
-            {"recipe/mine.py": "x = 2\n"},
-            {},
-            "changed: recipe/mine.py",
-        ),  # the file of this checkout, not of HEAD
+        # The file of this checkout, not of HEAD.
+        ({"recipe/mine.py": "x = 2\n"}, {}, "changed: recipe/mine.py"),
         ({}, {"package": {"sha256": "q", "commit": None}}, "changed: mingpt_ddp"),
         ({}, {"earlier": ["12345678"]}, "the code changed between two starts of the job"),
     ],

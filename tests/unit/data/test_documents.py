@@ -89,9 +89,8 @@ def test_the_same_characters_split_into_other_documents_are_a_different_text(set
         assert prepare(config) == encoded[name]
     assert len({text.sha256 for text in encoded.values()}) == 3
     digests = [sha256(line.encode()).hexdigest() for line in lines]
-    assert encoded["three"].sha256 == digest_of(
-        digests
-    )  # the same rule as for several files of records
+    # The rule is that of several files of records.
+    assert encoded["three"].sha256 == digest_of(digests)
     make_tar(tmp_path / "three.tar", {f"{i}.txt": line.encode() for i, line in enumerate(lines)})
     packed = prepare(replace(config, path=f"tar://**::{tmp_path}/three.tar"))
     assert packed.sha256 == encoded["three"].sha256

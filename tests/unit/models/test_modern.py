@@ -145,9 +145,8 @@ def test_attention_dropout_preserves_the_mean(dtype):
 def test_rotary_embedding_preserves_norms_and_scores_depend_on_distances():
     T, D = 12, 8
     table = rotary_table(T, D, torch.device("cpu"), torch.float32)
-    x = rms_norm(random(1, 1, 2, 1, D, dtype=torch.float32)).expand(
-        1, T, 2, 1, D
-    )  # the same vectors at all positions
+    # The vectors are the same at all positions.
+    x = rms_norm(random(1, 1, 2, 1, D, dtype=torch.float32)).expand(1, T, 2, 1, D)
     rotated = norm_and_rotate(x, table)
     torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(rotated[:, 0], x[:, 0], atol=1e-5, rtol=1e-5)

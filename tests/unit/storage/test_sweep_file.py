@@ -37,9 +37,8 @@ def test_failures_are_kept_until_the_job_succeeds(tmp_path):
     file.fail("lr=1", "lr=1-abcd", "second")
     file.fail("lr=2", "", "third")
     path = tmp_path / FAILURES
-    path.write_bytes(
-        path.read_bytes() + b'{"job": "lr=1", "reas'
-    )  # a line that a killed process left
+    # A killed process left a part of a line.
+    path.write_bytes(path.read_bytes() + b'{"job": "lr=1", "reas')
     expected = [JobFailure("lr=1", "lr=1-abcd", 2, "second"), JobFailure("lr=2", "", 1, "third")]
     assert read_failures(tmp_path) == expected
     for name in ("lr=1-abcd", ""):

@@ -229,9 +229,8 @@ def test_the_process_start_time_does_not_depend_on_the_clock(monkeypatch):
     begin = process_start_time()
     assert begin <= time.monotonic()
     monkeypatch.setattr(time, "time", lambda: 0.0)
-    assert process_start_time() == pytest.approx(
-        begin, abs=60
-    )  # seconds; another clock would be years off
+    # Seconds. Another clock would be years off.
+    assert process_start_time() == pytest.approx(begin, abs=60)
 
 
 def test_a_state_that_could_not_be_read_again_is_refused(cwd):

@@ -44,11 +44,8 @@ CODE = {"model.code": "mine.py"}  # the keys of this code are unknown
         ({"run.root": "x", "ddp.nproc_per_node": 1}, {"ddp.nproc_per_node": 4}, True),
         ({"ddp.strategy": "ddp"}, {"ddp.strategy": "fsdp"}, True),
         ({"run.resume": "auto"}, {"run.resume": "never"}, True),  # starts in a new directory
-        (
-            {"run.resume": "auto"},
-            {"run.resume": "outputs/other"},
-            False,
-        ),  # starts from that run's weights
+        # It starts from the weights of that run.
+        ({"run.resume": "auto"}, {"run.resume": "outputs/other"}, False),
         ({}, {"trainer.max_steps": 7}, False),
         ({}, {"trainer.eval_steps": 7}, False),
         # Trackers, checks, evaluations and further texts do not change results.

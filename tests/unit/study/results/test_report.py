@@ -114,10 +114,8 @@ def test_a_nonfinite_loss_is_never_the_best(tmp_path, loss):
         ("config.yaml", b"!!python/object/apply:os.system ['touch stolen']"),
         ("config.yaml", b"[1, 2]"),
         ("config.yaml", b"{" * 5000),
-        (
-            "config.yaml",
-            b"a: {b: 1" + b":1" * 200 + b".5}",
-        ),  # YAML 1.1 reads this as a number in base 60
+        # YAML 1.1 reads this as a number in base 60.
+        ("config.yaml", b"a: {b: 1" + b":1" * 200 + b".5}"),
         ("config.yaml", b"\xff\xfe\x00"),
         ("result.json", b'{"status"'),
         ("result.json", b"[" * 100_000),
