@@ -46,7 +46,7 @@ def steps(workflow: Path) -> list[dict[str, Any]]:
 
 def called(text: str) -> set[str]:
     """Return the make targets that a workflow or a script runs."""
-    return set(re.findall(r"(?:^|run: )make ([a-z][a-z-]*)", text, re.MULTILINE))
+    return set(re.findall(r"(?:^|run: )(?:sudo .*)?\bmake ([a-z][a-z-]*)", text, re.MULTILINE))
 
 
 def test_the_version_is_the_same_everywhere():
