@@ -34,6 +34,7 @@ ON_PAGE = {
     "recipe_fast.json": "",
     "ideas.json": "",
     "ideas_later.json": "",
+    "ideas_tokens.json": "",
     "sampling.json": "`gpt`, one stream",
     "communication.json": "6 layers",
     "canonical.json": "mid, 2 ranks, 2 micro",
