@@ -102,8 +102,14 @@ def set_screen(browser: Browser, width: int, scheme: str = "light") -> None:
 
 def value_of(browser: Browser, expression: str):
     """Wait until the value of an expression is not empty, and return it."""
-    wait_for(lambda: browser.evaluate(expression), what=expression)
-    return browser.evaluate(expression)
+    values = []
+
+    def is_found() -> bool:
+        values.append(browser.evaluate(expression))
+        return bool(values[-1])
+
+    wait_for(is_found, what=expression)
+    return values[-1]
 
 
 @pytest.mark.parametrize(
